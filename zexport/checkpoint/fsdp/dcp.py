@@ -1,7 +1,6 @@
 """torch.distributed.checkpoint (DCP): ``.metadata`` has the place of every box of every tensor.
 
-Each tensor entry of a ``.distcp`` file is a complete ``torch.save`` archive; the CRC-32 of its
-record is the only checksum of the format.
+Each tensor entry of a ``.distcp`` file is a ``torch.save`` archive with a CRC-32 of its record.
 
 Source: torch 2.13, ``distributed/checkpoint/filesystem.py`` and ``metadata.py``.
 """
@@ -11,14 +10,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from math import prod
 from pathlib import Path
 
 from msgspec import Struct
 
-from zexport.checkpoint.boxes import Piece, join_boxes
-from zexport.checkpoint.fsdp.tree import Keys, Tree, count, damaged, fields, refuse_unknown
-from zexport.checkpoint.state import MASTER, Parameter, Role
+from zexport.checkpoint.boxes import join_boxes
+from zexport.checkpoint.fsdp.tree import (
+    Joined,
+    Keys,
+    Tree,
+    count,
+    damaged,
+    fields,
+    missing,
+    piece,
+    refuse_unknown,
+)
+from zexport.checkpoint.state import MASTER, Role
 from zexport.errors import IncompleteCheckpointError, UnsafeError, UnsupportedError
 from zexport.formats.inert import Global, Opaque, OpaqueKey
 from zexport.formats.known_globals import DTYPES
@@ -46,7 +54,7 @@ _PICKLE_NBYTES_MAX = 1 << 16
 
 @dataclass(frozen=True)
 class DataFile:
-    """A ``.distcp`` file, and the records of the archives in it that have been bound."""
+    """A ``.distcp`` file, and the records in it that have been bound."""
 
     path: Path
     version: Version
@@ -69,9 +77,8 @@ class InArchive(Struct, frozen=True):
     def slots(self) -> Mapping[str, DType]:
         return {MASTER: self.dtype}
 
-    def bind(self, slot: str) -> ByteSource:
+    def bind(self, slot: str) -> ByteSource:  # noqa: ARG002
         """Raise unless the archive contains the tensor that ``.metadata`` describes."""
-        del slot
         path, entry, name = self.file.path, self.entry, "archive/data.pkl"
         with opened(path) as file:
             records = read_directory(file, path, entry.offset + entry.nbytes)
@@ -79,20 +86,13 @@ class InArchive(Struct, frozen=True):
             ref = PickleView(path, name, pickle.value).tensor()
             record = records.get(f"archive/data/{ref.storage.key}")
             offset = 0 if record is None else data_offset(file, path, record)
-        if (
-            record is None
-            or (ref.shape, ref.dtype) != (self.shape, self.dtype)
-            or record.header_offset < entry.offset
-            or not record.is_stored
-            or record.nbytes != ref.storage.nbytes
-        ):
-            raise damaged(
-                "tensor differs from its description in .metadata",
-                path,
-                f"{ref.dtype.torch_name} {list(ref.shape)} at byte {entry.offset}",
-                f"{self.dtype.torch_name} {list(self.shape)}",
-            )
-        if record.nbytes:
+        is_own = record is None or (record.is_stored and record.header_offset >= entry.offset)
+        nbytes = 0 if record is None else record.nbytes
+        kind = ref.shape, ref.dtype, ref.storage.nbytes
+        if not is_own or kind != (self.shape, self.dtype, nbytes):
+            found = f"{list(ref.shape)} at byte {entry.offset}"
+            raise damaged("tensor differs from its description in .metadata", path, found)
+        if record is not None:
             self.file.records[offset] = Member(record.name, offset, record.nbytes, record.crc32)
         return located(path, ref, offset)
 
@@ -104,7 +104,6 @@ def read_dcp(folder: Path) -> Tree:
         raise IncompleteCheckpointError(
             ".metadata is missing: torch writes it last, so the save did not finish",
             path=folder,
-            expected=METADATA,
             hint="Use an earlier checkpoint",
         )
     pickle = load(read_whole(path), path=path)
@@ -113,7 +112,7 @@ def read_dcp(folder: Path) -> Tree:
     files: dict[Path, DataFile] = {}
     entries = _entries(folder, top.need("storage_data"), files)
     paths = dict(top.get("planner_data").entries())
-    tensors: dict[Keys, Parameter] = {}
+    tensors: dict[Keys, Joined] = {}
     others: dict[Keys, object] = {}
     for name, one in top.need("state_dict_metadata").entries():
         parts = paths[name].items() if name in paths else ()
@@ -124,15 +123,15 @@ def read_dcp(folder: Path) -> Tree:
         if isinstance(callee, Global) and callee.name == "BytesStorageMetadata":
             others[keys] = None
         else:
-            tensors[keys] = _tensor(files, name, fields(one, "TensorStorageMetadata"), entries)
+            tensors[keys] = _tensor(name, fields(one, "TensorStorageMetadata"), entries)
     return Tree(tensors, others, tuple(files.values()), "torch DCP")
 
 
 def _entries(
     folder: Path, storage: PickleView, files: dict[Path, DataFile]
-) -> dict[tuple[str, Shape], Extent]:
-    """Return the place of every tensor entry by name and first index of its box."""
-    found: dict[tuple[str, Shape], Extent] = {}
+) -> dict[tuple[str, Shape], tuple[DataFile, Extent]]:
+    """Return the place of every tensor entry by name and first index; fill ``files``."""
+    found: dict[tuple[str, Shape], tuple[DataFile, Extent]] = {}
     for key, value in storage.mapping().items():
         plain = key.value if isinstance(key, OpaqueKey) else key
         index = fields(PickleView(storage.path, "MetadataIndex", plain), "MetadataIndex")
@@ -154,51 +153,35 @@ def _entries(
         path = folder / name
         if path not in files:
             if not is_file(path):
-                raise IncompleteCheckpointError(
-                    "a file that .metadata lists is missing",
-                    path=folder,
-                    expected=name,
-                    hint="Copy it from the node that wrote it",
-                )
+                raise missing("a file that .metadata lists is missing", folder, None, name)
             files[path] = DataFile(path, version(path))
         start = index.get("offset")
         if start.value is not None:  # else not a tensor
             place = Extent(path, count(info.need("offset")), count(info.need("length")))
-            found[index.need("fqn").text(), start.shape()] = place
-    for one, after in pairwise(sorted(found.values(), key=lambda one: (one.path, one.offset))):
+            found[index.need("fqn").text(), start.shape()] = (files[path], place)
+    places = sorted((place for _, place in found.values()), key=lambda one: (one.path, one.offset))
+    for one, after in pairwise(places):
         if one.path == after.path and one.offset + one.nbytes > after.offset:
             storage.fail("lets two entries overlap", f"at byte {after.offset} of {one.path.name}")
     return found
 
 
 def _tensor(
-    files: Mapping[Path, DataFile],
-    name: str,
-    entry: PickleView,
-    entries: Mapping[tuple[str, Shape], Extent],
-) -> Parameter:
-    """Return a tensor joined from its chunks; empty ones are left out."""
-    shape = entry.need("size").shape()
+    name: str, entry: PickleView, entries: Mapping[tuple[str, Shape], tuple[DataFile, Extent]]
+) -> Joined:
+    """Return a tensor joined from its chunks; empty ones have no entry."""
     state = getattr(entry.need("properties").value, "state", None)
     kind = state[0] if isinstance(state, tuple) and state else None
     dtype = DTYPES.get(kind) if isinstance(kind, Global) else None
     if dtype is None:
         raise UnsupportedError(
-            f"dtype of {name!r} is not supported",
-            path=entry.path,
-            found=kind if isinstance(kind, Global) else None,
-            hint="Save it in another dtype",
+            f"dtype of {name!r} is not supported", path=entry.path, hint="Save it in another dtype"
         )
-    pieces = []
-    for one in entry.need("chunks").items():
-        chunk = fields(one, "ChunkStorageMetadata")
-        start, size = chunk.need("offsets").shape(), chunk.need("sizes").shape()
-        if not prod(size) and prod(shape) > 0:
-            continue
-        place = entries.get((name, start))
-        if place is None:
-            chunk.fail(f"of {name!r} is in no file", f"first index {list(start)}")
-        held = InArchive(files[place.path], place, size, dtype)
-        part = Parameter(name, size, Role.TRAINABLE, (held,))
-        pieces.append(Piece(part, start, (0,) * len(size), size))
-    return join_boxes(name, shape, Role.TRAINABLE, pieces)[0]
+    chunks = [fields(one, "ChunkStorageMetadata") for one in entry.need("chunks").items()]
+    boxes = [(one.need("offsets").shape(), one.need("sizes").shape()) for one in chunks]
+    pieces = [
+        piece(name, start, size, InArchive(*entries[name, start], size, dtype))
+        for start, size in boxes
+        if (name, start) in entries
+    ]
+    return join_boxes(name, entry.need("size").shape(), Role.TRAINABLE, pieces)

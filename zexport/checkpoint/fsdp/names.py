@@ -5,33 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from zexport.checkpoint.boxes import As
-from zexport.checkpoint.fsdp.tree import Keys, Tree
-from zexport.checkpoint.state import MASTER, MODULE, Cell, Copy, Held, Parameter, Role, by_role
+from zexport.checkpoint.fsdp.tree import Joined, Keys, Tree
+from zexport.checkpoint.state import MASTER, MODULE, Cell, Copy, Parameter, Role, by_role
 from zexport.checkpoint.zero.stage0 import match_in_order
 from zexport.errors import IncompleteCheckpointError, LayoutError, UnsupportedError
 from zexport.printable import some
-from zexport.ranges.dtypes import Shape
+
+States = Mapping[str, Mapping[str, Joined]]
+"""Tensors of an optimizer, without ``step``, by its name (or number) of a parameter, and by key."""
 
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Parts of names that torch.compile, FSDP1 and activation checkpointing insert."""
-
-
-class States(Struct, frozen=True):
-    """An optimizer's state dict.
-
-    Attributes:
-        of: tensors by the optimizer's name (or number) of a parameter, and by key.
-        groups: names or numbers of the parameters in each parameter group, if recorded.
-        prefix: path of the state dict.
-    """
-
-    of: Mapping[str, Mapping[str, Keys]]
-    groups: Sequence[Sequence[str]]
-    prefix: Keys
 
 
 def cell_of(model: Tree, optimizer: Tree, path: Path) -> Cell:
@@ -39,58 +26,48 @@ def cell_of(model: Tree, optimizer: Tree, path: Path) -> Cell:
 
     The two may be one tree. ``path`` is the folder, for messages.
     """
-    states = _states(optimizer)
-    top, trees = _model_tree(model, states.prefix if optimizer is model else None, path)
+    states, groups, prefix = _states(optimizer)
+    top, trees = _model_tree(model, prefix if optimizer is model else None, path)
     names = _names(trees[top])
-    path_of = {name: keys for keys, name in names.items()}
-    weights = {name: model.tensors[keys] for name, keys in path_of.items()}
     aliases = {names[k]: names[o] for k, o in model.aliases.items() if k in names and o in names}
-    notes = [*model.notes]
+    path_of = {name: keys for keys, name in names.items() if name not in aliases}
+    weights = {name: model.tensors[keys][0] for name, keys in path_of.items()}
+    notes, owners = [*model.notes], None
     if others := [".".join(keys) or "the top level" for keys in trees if keys != top]:
         notes.append(f"Not part of the model: tensors in {some(others)}.")
-    owners = None
-    if optimizer.is_sharded or not model.is_sharded or not states.of:  # else FSDP1 flattened them
-        owners = _owners(states, weights, aliases, optimizer)
+    if optimizer.is_sharded or not model.is_sharded or not states:  # else FSDP1 flattened them
+        owners = _owners(states, groups, weights, aliases)
     if owners is None:
-        note = "Optimizer states are left out: FSDP1 flattened them, or their numbers are ambiguous"
-        owners, notes = {}, [*notes, f"{note}."]
+        notes.append(
+            "Optimizer states are left out: FSDP1 flattened them, or their numbers are ambiguous."
+        )
     copies: list[Copy] = []
     parameters = []
     for name, weight in weights.items():
-        if name in aliases:
-            continue
-        copies += model.copies.get(path_of[name], ())
+        copies += model.tensors[path_of[name]][1]
         is_floating = weight.dtype.is_floating
-        is_trainable = name in owners or (not owners and is_floating)
+        is_trainable = name in owners if owners else is_floating
         role = Role.TRAINABLE if is_trainable else Role.FROZEN if is_floating else Role.BUFFER
-        held: list[Held] = [As(MASTER if is_trainable else MODULE, weight.held[0])]
-        for slot, keys in states.of[owners[name]].items() if name in owners else ():
-            tensor = optimizer.tensors[keys]
-            if slot == "step":  # 0-dim for every parameter
-                continue
-            if tensor.shape != weight.shape or slot in (MASTER, MODULE):
-                raise LayoutError(
-                    f"optimizer state {slot!r} does not have the shape of {name!r}",
-                    list(tensor.shape),
-                    list(weight.shape),
-                )
-            held.append(As(slot, tensor.held[0]))
-            for copy in optimizer.copies.get(keys, ()):
-                pair = (copy.kept, copy.other)
-                copies.append(
-                    Copy(*(replace(p, name=name, held=(As(slot, p.held[0]),)) for p in pair))
-                )
+        held = [As(MASTER if is_trainable else MODULE, weight.held[0])]
+        for slot, (one, more) in states[owners[name]].items() if owners and is_trainable else ():
+            if one.shape != weight.shape or slot in (MASTER, MODULE):
+                problem = f"optimizer state {slot!r} does not have the shape of {name!r}"
+                raise LayoutError(problem, list(one.shape), list(weight.shape))
+            held.append(As(slot, one.held[0]))
+            for copy in more:
+                pair = (As(slot, copy.kept.held[0]),), (As(slot, copy.other.held[0]),)
+                copies.append(Copy(*(replace(copy.kept, name=name, held=own) for own in pair)))
         parameters.append(Parameter(name, weight.shape, role, tuple(held)))
     return Cell(by_role(parameters), aliases=aliases, copies=tuple(copies), notes=tuple(notes))
 
 
-def _states(tree: Tree) -> States:
-    """Return the optimizer's state dict in a tree: the part with ``param_groups``.
+def _states(tree: Tree) -> tuple[States, list[list[str]], Keys]:
+    """Return the states of the optimizer in a tree, the names in each group, and their path.
 
-    torchtitan's is flat: ``state.<name>.<key>`` is one key (torch 2.13,
-    ``checkpoint/state_dict.py``, ``flatten_optimizer_state_dict``).
+    That is the part with ``param_groups``. torchtitan's is flat: ``state.<name>.<key>`` is one key
+    (torch 2.13, ``checkpoint/state_dict.py``, ``flatten_optimizer_state_dict``).
     """
-    everything = [*tree.tensors, *tree.others]
+    everything = {**tree.others, **tree.tensors}
     prefixes = [
         keys[:depth]
         for keys in everything
@@ -98,20 +75,22 @@ def _states(tree: Tree) -> States:
         if key.partition(".")[0] == "param_groups"
     ]
     prefix = min(prefixes, key=len, default=("no optimizer",))
-    found: dict[str, dict[str, Keys]] = {}
+    found: dict[str, dict[str, Joined]] = {}
     groups: dict[str, list[str]] = {}
     for keys in everything:
-        match keys[len(prefix) :] if keys[: len(prefix)] == prefix else ():
+        below = keys[len(prefix) :] if keys[: len(prefix)] == prefix else ()
+        if len(below) == 1 and below[0].startswith("state."):
+            below = ("state", *below[0].removeprefix("state.").rpartition(".")[::2])
+        match below:
             case ("state", name, slot) if keys in tree.tensors:
-                found.setdefault(name, {})[slot] = keys
-            case (flat,) if flat.startswith("state.") and keys in tree.tensors:
-                name, _, slot = flat.removeprefix("state.").rpartition(".")
-                found.setdefault(name, {})[slot] = keys
+                found.setdefault(name, {})[slot] = tree.tensors[keys]
             case ("param_groups", number, *setting):
                 group, one = groups.setdefault(number, []), tree.others.get(keys)
                 if setting[:1] == ["params"] and isinstance(one, int | str):
                     group.append(str(one))
-    return States(found, [*groups.values()], prefix)
+    for own in found.values():
+        own.pop("step", None)  # 0-dim for every parameter
+    return found, [*groups.values()], prefix
 
 
 def _model_tree(
@@ -125,15 +104,13 @@ def _model_tree(
     named = [keys for keys in trees if keys and keys[-1] == "model"]
     chosen = named or [keys for keys in trees if not keys] or [*trees]
     if not chosen:
-        raise IncompleteCheckpointError(
-            "no weights", path=path, hint="Pass the folder that contains the model"
-        )
+        hint = "Pass the folder that contains the model"
+        raise IncompleteCheckpointError("no weights", path=path, hint=hint)
     if len(chosen) > 1:
         raise UnsupportedError(
             "several state dicts could be the model",
             path=path,
             found=some([".".join(keys) for keys in chosen]),
-            expected="one, or one named model",
             hint="Save the model's state dict as model",
         )
     return chosen[0], trees
@@ -159,44 +136,38 @@ def _plain(name: str) -> str:
 
 
 def _owners(
-    states: States, weights: Mapping[str, Parameter], aliases: Mapping[str, str], tree: Tree
+    states: States,
+    groups: Sequence[Sequence[str]],
+    weights: Mapping[str, Parameter],
+    aliases: dict[str, str],
 ) -> dict[str, str] | None:
     """Return the optimizer's name for each weight that it has states of; ``None`` if ambiguous.
 
     These are names, with or without wrappers, or numbers in the order of the module's parameters.
     """
-    if states.of and all(map(str.isdecimal, states.of)):
-        return _numbered(states, weights, aliases, tree)
-    plain = {_plain(name): name for name in weights if name not in aliases}
+    if states and all(map(str.isdecimal, states)):
+        return _numbered(states, groups, weights)
+    exact, plain = {one: one for one in weights} | aliases, {_plain(one): one for one in weights}
     found: dict[str, str] = {}
-    for own in states.of:
-        name = own if own in weights else plain.get(_plain(own))
-        name = aliases.get(name, name) if name is not None else None
+    for own in states:
+        name = exact.get(own) or plain.get(_plain(own))
         if name is None or name in found:
-            raise LayoutError(
-                "optimizer has states of an unknown weight, or twice", own, "a weight"
-            )
+            raise LayoutError("optimizer has states of no weight, or twice", own, "a weight")
         found[name] = own
     return found
 
 
 def _numbered(
-    states: States, weights: Mapping[str, Parameter], aliases: Mapping[str, str], tree: Tree
+    states: States, groups: Sequence[Sequence[str]], weights: Mapping[str, Parameter]
 ) -> dict[str, str] | None:
     """Return the number for each weight by the order and shapes of those in each group."""
-    groups = states.groups
-    if sorted(number for own in groups for number in own) != sorted(states.of):
+    if sorted(number for own in groups for number in own) != sorted(states):
         if len(groups) > 1:
             return None
-        groups = [sorted(states.of, key=lambda number: (len(number), number))]
+        groups = [sorted(states, key=lambda number: (len(number), number))]
     numbers = {(g, at): one for g, own in enumerate(groups) for at, one in enumerate(own)}
-    shapes: dict[tuple[int, int], Shape] = {}
-    for place, number in numbers.items():
-        own = [
-            tree.tensors[keys].shape for slot, keys in states.of[number].items() if slot != "step"
-        ]
-        shapes[place] = own[0] if own else ()
-    floating = [n for n, one in weights.items() if one.dtype.is_floating and n not in aliases]
+    shapes = {at: next((o.shape for o, _ in states[n].values()), ()) for at, n in numbers.items()}
+    floating = [name for name, one in weights.items() if one.dtype.is_floating]
     spans = match_in_order([weights[name].shape for name in floating], shapes)
     if not spans or any(first != last for first, last in spans.values()):
         return None

@@ -1,8 +1,7 @@
 """Rank files (verl, SkyRL, Accelerate without DCP): ``torch.save(state_dict)`` of each rank.
 
-A DTensor records its whole shape, its mesh and the coordinate of the rank that wrote it; the boxes
-of its local tensor follow from these. A ShardedTensor records its box. Every other tensor is whole
-in every file.
+A DTensor records its whole shape, its mesh and the coordinate of the rank: these give the boxes of
+its local tensor. A ShardedTensor records its box. Every other tensor is whole in every file.
 
 Source: torch 2.4 to 2.13, ``distributed/tensor/placement_types.py`` and ``_shard``.
 """
@@ -11,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from itertools import accumulate, product
+from itertools import accumulate, chain, product
 from math import prod
 from operator import mul
 from pathlib import Path
@@ -20,6 +19,7 @@ from msgspec import Struct
 
 from zexport.checkpoint.boxes import Piece, in_file, join_boxes
 from zexport.checkpoint.fsdp.tree import (
+    Joined,
     Keys,
     Tree,
     count,
@@ -27,11 +27,11 @@ from zexport.checkpoint.fsdp.tree import (
     fields,
     item,
     leaves,
+    missing,
     refuse_unknown,
 )
-from zexport.checkpoint.state import MASTER, Copy, Parameter, Role
+from zexport.checkpoint.state import MASTER, Role
 from zexport.checkpoint.zero.file_names import ranges
-from zexport.errors import IncompleteCheckpointError
 from zexport.formats.inert import Global, Opaque, TensorRef
 from zexport.formats.pickle_view import PickleView, view
 from zexport.formats.torch_file import read_torch_file
@@ -60,16 +60,12 @@ Runs = tuple[tuple[int, int], ...]
 Box = tuple[Shape, ...]
 """First index in the whole tensor, first index in the local tensor, size."""
 
-
 Mesh = tuple[Shape, Shape, int | None, int]
 """Ranks per dimension, coordinate and rank that wrote the file, world size."""
 
 
 class Local(Struct, frozen=True):
-    """One rank's part of a tensor: tensors with their boxes, and what it records of the rank.
-
-    ``rank`` and ``world_size`` are ``None`` and 0 for a plain tensor.
-    """
+    """One rank's part of a tensor: tensors with their boxes, and the rank if it records that."""
 
     shape: Shape
     pieces: Sequence[tuple[TensorRef, Box]]
@@ -97,26 +93,16 @@ def read_rank_files(
                 continue
             parts.setdefault(keys, {})[rank] = local
             if local.rank not in (None, rank):
-                raise damaged(
-                    "file was written by another rank than its name says",
-                    file.path,
-                    f"rank {local.rank}, by its mesh",
-                    f"rank {rank}",
-                )
+                problem = "file was written by another rank than its name says"
+                raise damaged(problem, file.path, f"rank {local.rank}, by its mesh")
     by_mesh = max((one.world_size for own in parts.values() for one in own.values()), default=0)
     world_size = world_size or by_mesh or len(opened)
     if len(opened) < world_size:
-        raise IncompleteCheckpointError(
-            "rank files are missing",
-            path=files[min(files)].parent,
-            found=f"ranks {ranges(opened)}",
-            expected=f"ranks 0-{world_size - 1}",
-            hint="Copy the missing files from the nodes that wrote them",
-        )
+        found, expected = f"ranks {ranges(opened)}", f"ranks 0-{world_size - 1}"
+        raise missing("rank files are missing", files[min(files)].parent, found, expected)
     if of_optimizer and not by_mesh:  # of FSDP1: each rank has its pieces of flattened parameters
         parts = {keys: dict([*own.items()][:1]) for keys, own in parts.items()}
-    tensors: dict[Keys, Parameter] = {}
-    copies: dict[Keys, list[Copy]] = {}
+    tensors: dict[Keys, Joined] = {}
     for keys, own in parts.items():
         name, shape = ".".join(keys), next(iter(own.values())).shape
         pieces = [
@@ -124,13 +110,12 @@ def read_rank_files(
             for rank, local in own.items()
             for ref, box in local.pieces
         ]
-        tensors[keys], copies[keys] = join_boxes(name, shape, Role.TRAINABLE, pieces)
+        tensors[keys] = join_boxes(name, shape, Role.TRAINABLE, pieces)
     return Tree(
         tensors=tensors,
         others=others,
         files=tuple(opened.values()),
         form=form,
-        copies=copies,
         aliases=_aliases(parts),
         is_sharded=by_mesh > 0,
         world_size=world_size,
@@ -222,23 +207,19 @@ def _shard(runs: Runs, ranks: int, index: int, pieces: int) -> Runs:
     Source: torch 2.13, ``placement_types.py``, ``_local_shard_size_and_offset`` of ``Shard`` (one
     piece) and ``_StridedShard``.
     """
-    found: list[tuple[int, int]] = []
-    for number in range(pieces):
-        found += _chunk(_chunk(runs, pieces, number), ranks, index)
-    return tuple(found)
+    own = (_chunk(_chunk(runs, pieces, number), ranks, index) for number in range(pieces))
+    return tuple(chain.from_iterable(own))
 
 
 def _chunk(runs: Runs, chunks: int, index: int) -> Runs:
     """Return one of several chunks: all of the length ceil(n / chunks), the last ones shorter."""
-    length = sum(b - a for a, b in runs)
-    each = -(-length // chunks)
-    begin, end = index * each, min((index + 1) * each, length)
-    found, place = [], 0
+    length = -(-sum(b - a for a, b in runs) // chunks)
+    begin, found = index * length, []  # relative to the run
     for a, b in runs:
-        first, last = max(begin - place, 0), min(end - place, b - a)
+        first, last = a + max(begin, 0), min(a + begin + length, b)
         if first < last:
-            found.append((a + first, a + last))
-        place += b - a
+            found.append((first, last))
+        begin -= b - a
     return tuple(found)
 
 

@@ -53,8 +53,7 @@ def holds_fsdp(folder: Path) -> bool:
 def open_fsdp(locations: Sequence[Location]) -> TrainingState:
     """Return the training state in a folder; what prevents using it is in ``problems``."""
     location, folder = locations[0], locations[0].tag_dir
-    model = optimizer = NO_TREE
-    whole = Cell({})
+    model, optimizer, whole = NO_TREE, NO_TREE, Cell({})
     tensors: tuple[StoredTensor, ...] = ()
     problems: list[ZexportError] = []
     try:
@@ -63,9 +62,9 @@ def open_fsdp(locations: Sequence[Location]) -> TrainingState:
         whole = cell_of(model, optimizer, folder)
         tensors = stored_tensors(whole)
     except LayoutError as error:
-        problems.append(damaged(error.problem, folder, error.found, error.expected))
+        problems = [damaged(error.problem, folder, error.found, error.expected)]
     except ZexportError as error:
-        problems.append(error)
+        problems = [error]
     files = {one.path: one for one in (*model.files, *optimizer.files)}
     return TrainingState(
         location=location,
@@ -134,9 +133,8 @@ def _check_one_step(files: Iterable[TorchFile], key: str) -> None:
         if step is not None:
             steps.setdefault(step, file.path)
     if len(steps) > 1:
-        path = [*steps.values()][-1]
-        found = ", ".join(map(str, steps))
-        raise damaged(f"rank files come from different checkpoints: {key} differs", path, found)
+        problem = f"rank files come from different checkpoints: {key} differs"
+        raise damaged(problem, [*steps.values()][-1], [*steps])
 
 
 def _read_form(

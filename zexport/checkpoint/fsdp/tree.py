@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from zexport.checkpoint.state import Copy, Parameter
-from zexport.errors import DamagedCheckpointError, UnsafeError
+from zexport.checkpoint.boxes import Piece
+from zexport.checkpoint.state import Copy, Held, Parameter, Role
+from zexport.checkpoint.zero.ranks import FROM_NODES
+from zexport.errors import DamagedCheckpointError, IncompleteCheckpointError, UnsafeError
 from zexport.formats.inert import MAX_SIZE, Global, Opaque
 from zexport.formats.pickle_view import PickleView
+from zexport.ranges.dtypes import Shape
 
 if TYPE_CHECKING:
     from zexport.ranges.reader import ReadableFile
 
 Keys = tuple[str, ...]
 """Dict keys and list indices from the top of a state dict to a value, as text."""
+
+Joined = tuple[Parameter, Sequence[Copy]]
+"""A tensor and its replicas."""
 
 _DEPTH_MAX = 16
 _VALUES_MAX = 1 << 21
@@ -27,22 +34,20 @@ class Tree(Struct, frozen=True):
     """A state dict joined from all ranks.
 
     Attributes:
-        tensors: every tensor by its path.
-        others: every other value by its path.
+        tensors: every tensor with its replicas, by path.
+        others: every other value by path.
         files: the files of the tensors.
         form: the layout in words.
-        copies: replicas by the path of the tensor that they must equal.
         aliases: path of a tied tensor to the path of the first one.
         is_sharded: whether ranks store parts of tensors, not plain tensors.
         world_size: number of ranks, if the files record it.
         notes: facts for the user.
     """
 
-    tensors: Mapping[Keys, Parameter]
+    tensors: Mapping[Keys, Joined]
     others: Mapping[Keys, object]
     files: tuple[ReadableFile, ...]
     form: str = ""
-    copies: Mapping[Keys, Sequence[Copy]] = {}
     aliases: Mapping[Keys, Keys] = {}
     is_sharded: bool = True
     world_size: int | None = None
@@ -57,20 +62,19 @@ def leaves(value: PickleView) -> dict[Keys, object]:
 
     What is nested too deep to be a state dict is a leaf (it may contain itself).
     """
-    found: dict[Keys, object] = {}
-    waiting: list[tuple[Keys, Any]] = [((), value.value)]
-    seen = 0
-    while waiting:
-        keys, one = waiting.pop()
-        if len(keys) == _DEPTH_MAX or not isinstance(one, dict | list):
-            found[keys] = one
-            continue
-        seen += len(one) + 1
-        if seen > _VALUES_MAX:
-            value.fail("has too many values for a state dict", f"more than {_VALUES_MAX:,}")
-        items = one.items() if isinstance(one, dict) else enumerate(one)
-        waiting += reversed([((*keys, str(key)), below) for key, below in items])
+    walk = _walk((), value.value)
+    found = dict(islice(walk, _VALUES_MAX))
+    if next(walk, None) is not None:
+        value.fail("has too many values for a state dict", f"more than {_VALUES_MAX:,}")
     return found
+
+
+def _walk(keys: Keys, one: Any) -> Iterator[tuple[Keys, object]]:
+    if isinstance(one, dict | list) and one and len(keys) < _DEPTH_MAX:
+        for key, below in one.items() if isinstance(one, dict) else enumerate(one):
+            yield from _walk((*keys, str(key)), below)
+    else:
+        yield keys, one
 
 
 def fields(value: PickleView, *classes: str) -> PickleView:
@@ -98,12 +102,29 @@ def count(value: PickleView) -> int:
     return number if 0 <= number <= MAX_SIZE else value.fail("is out of range")
 
 
+def piece(name: str, start: Shape, shape: Shape, held: Held) -> Piece:
+    """Return a stored tensor as the box of a whole one that begins at index ``start``."""
+    return Piece(Parameter(name, shape, Role.TRAINABLE, (held,)), start, (0,) * len(shape), shape)
+
+
+def missing(problem: str, path: Path, found: object, expected: object) -> IncompleteCheckpointError:
+    """Return the error for files that some ranks wrote and that are not in the folder."""
+    return IncompleteCheckpointError(
+        problem, path=path, found=found, expected=expected, hint=FROM_NODES
+    )
+
+
 def damaged(
     problem: str, path: Path, found: object = None, expected: object = None
 ) -> DamagedCheckpointError:
     """Return the error for files that do not fit together."""
-    hint = "Copy all files of one checkpoint again"
-    return DamagedCheckpointError(problem, path=path, found=found, expected=expected, hint=hint)
+    return DamagedCheckpointError(
+        problem,
+        path=path,
+        found=found,
+        expected=expected,
+        hint="Copy all files of one checkpoint again",
+    )
 
 
 def refuse_unknown(path: Path, unknown: tuple[Global, ...], known: tuple[str, ...]) -> None:

@@ -28,18 +28,17 @@ def _named_in_model(ranks: Ranks) -> Mapping[int, OptimizerStates]:
 def by_slices(ranks: Ranks, shapes: Mapping[str, Shape]) -> Ranks | None:
     """Return the ranks with ``param_shapes`` rebuilt from the slices that BF16_Optimizer records.
 
-    Without ZeRO there is no such key; optimizer states are in optimizer states files, or in the
-    model states file. ``None`` if there are no slices, or not of all partitions.
+    ``None`` if there are no slices, or not of all partitions.
     """
     optimizer = _named_in_model(ranks)
-    owners = [optimizer[rank] for rank in sorted(optimizer)]
+    owners = [one for _, one in sorted(optimizer.items())]
     if not owners or max(owners[0].partition_counts, default=0) != len(owners):
         return None
     groups = []
     for slices in zip_longest(*(one.fragments for one in owners), fillvalue={}):
         places = [place for own in slices for place in sorted(own.items(), key=itemgetter(1))]
         if missing := [name for name, _ in places if name not in shapes]:
-            raise LayoutError(f"fp32 master weights {missing[0]!r} are of no weight", "none", "one")
+            raise LayoutError("fp32 master weights are of no weight", missing[0], "a weight")
         groups.append({name: shapes[name] for name, _ in places})
     model = replace(ranks.first, param_shapes=tuple(groups))
     return replace(ranks, model={0: model}, optimizer=optimizer, world_size=len(optimizer))
@@ -48,7 +47,6 @@ def by_slices(ranks: Ranks, shapes: Mapping[str, Shape]) -> Ranks | None:
 def slice_sizes(ranks: Ranks) -> dict[str, int]:
     """Return the number of elements of every parameter that BF16_Optimizer's slices name."""
     sizes: Counter[str] = Counter()
-    for states in _named_in_model(ranks).values():
-        for fragments in states.fragments:
-            sizes.update({name: numel for name, (_, numel) in fragments.items()})
+    for fragments in (own for one in _named_in_model(ranks).values() for own in one.fragments):
+        sizes.update({name: numel for name, (_, numel) in fragments.items()})
     return sizes

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from msgspec import Struct
@@ -22,18 +23,21 @@ _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 _ALIKE = re.compile(r"(?:\\[\W_d]|\[(?!:)|\((?!\?[^:])|[^\\{}\[(])*+")
 
 
+_Match = Callable[[bytes], object]
+
+
 class Patterns(Struct, frozen=True):
     """Values by name pattern."""
 
     path: Path
     names: Mapping[str, PickleView]
-    wild: Sequence[tuple[Callable[[bytes], object], PickleView]]
+    wild: Sequence[tuple[_Match, PickleView]]
 
     @classmethod
     def read(cls, items: Iterable[tuple[str, PickleView]], path: Path) -> Patterns:
         """Compile patterns; ``path`` is the file that contains them."""
         names: dict[str, PickleView] = {}
-        wild: list[tuple[Callable[[bytes], object], PickleView]] = []
+        wild: list[tuple[_Match, PickleView]] = []
         for text, value in dict(items).items():
             if (name := _NAME.fullmatch(text)) is not None:
                 names[_ESCAPE.sub(r"\1", name[1])] = value
@@ -57,18 +61,16 @@ class Patterns(Struct, frozen=True):
         return found[0] if found else None
 
 
-def _compile(pattern: str, path: Path) -> Callable[[bytes], object]:
+def _compile(pattern: str, path: Path) -> _Match:
     import re2  # noqa: PLC0415 - most checkpoints have no pattern that needs it
 
     options = re2.Options()
     options.max_mem, options.never_capture, options.log_errors = _NBYTES, True, False
-    try:
+    with suppress(re2.error):
         if len(pattern) <= _LENGTH_MAX and _ALIKE.fullmatch(pattern):
             encoded = pattern.encode(errors="surrogatepass")
-            match: Callable[[bytes], object] = re2.compile(encoded, options).match
+            match: _Match = re2.compile(encoded, options).match
             return match
-    except re2.error:
-        pass
     raise UnsupportedError(
         "unsupported name pattern",
         path=path,

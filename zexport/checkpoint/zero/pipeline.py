@@ -1,8 +1,8 @@
 """Pipeline parallelism: stages have master weights, layer files the module (``<layer>.<name>``).
 
-Source: DeepSpeed 0.10 to 0.19, ``runtime/pipe/module.py`` (``save_state_dict``: each layer that has
-a state dict; a second use of a tied layer through a function of its own has none), and
-``runtime/pipe/topology.py`` (index ``s * tensor + t`` is tensor rank ``t`` of stage ``s``).
+Source: DeepSpeed 0.10 to 0.19, ``runtime/pipe/module.py`` (``save_state_dict``: a second use of a
+tied layer through a function of its own has no state dict), ``runtime/pipe/topology.py`` (index
+``s * tensor + t`` is tensor rank ``t`` of stage ``s``).
 """
 
 from __future__ import annotations
@@ -31,15 +31,10 @@ from zexport.checkpoint.zero.file_names import rank_file_name, read_rank_file
 from zexport.checkpoint.zero.ranks import FROM_NODES, Ranks, TagFolder, check_grid, no_model
 from zexport.checkpoint.zero.stage0 import with_optimizers
 from zexport.checkpoint.zero.tensor_parallel import join_tensor_ranks
-from zexport.errors import (
-    IncompleteCheckpointError,
-    LayoutError,
-    UnsupportedError,
-)
+from zexport.errors import IncompleteCheckpointError, LayoutError, UnsupportedError
 from zexport.formats.inert import TensorRef
 from zexport.formats.pickle_view import view
 from zexport.formats.torch_file import TorchFile
-from zexport.ranges.dtypes import Shape
 
 TIED = "tied_modules."
 """Prefix of a tied layer's parameters; its key and the name in the layer follow."""
@@ -54,32 +49,42 @@ class Layer(Struct, frozen=True):
     file: TorchFile
     tensors: Mapping[str, TensorRef]
 
+    def named(self, prefix: str) -> dict[str, TensorRef]:
+        """Return its tensors by their names in the model."""
+        return {prefix + key: ref for key, ref in self.tensors.items()}
 
-def read_pipeline(tag: TagFolder) -> tuple[Cell, Callable[[], tuple[Cell, ...]]]:
-    """Return all stages joined, and a function that returns the cell of each index."""
-    layers: dict[int, dict[int, Layer]] = {}
+
+def read_layers(tag: TagFolder) -> dict[int, dict[int, Layer]]:
+    """Return the layers of each tensor rank by number."""
+    found: dict[int, dict[int, Layer]] = {}
     for name in tag.of_kind(FileKind.PIPELINE_LAYER):
-        file, own = read_rank_file(name), layers.setdefault(name.mp, {})
+        file, own = read_rank_file(name), found.setdefault(name.mp, {})
         if name.layer in own:
             raise LayoutError("two files of a layer", name.path.name, "files of one checkpoint")
         own[name.layer] = Layer(name.layer, file, view(file, "layer states").tensors())
+    return found
+
+
+def read_pipeline(tag: TagFolder) -> tuple[Cell, Callable[[], tuple[Cell, ...]]]:
+    """Return all stages joined, and a function that returns the cell of each index."""
+    layers = read_layers(tag)
     if not tag.models:
         raise no_model(tag.path)
     tensor = tag.grid.tensor
     check_grid(tag, tag.grid.stages * tensor, "pipeline stages")
     numbers = {number for own in layers.values() for number in own}
     ranks = [one for _, one in sorted(tag.ranks.items())]
-    stages = [
-        _column(ranks[rank::tensor], layers.get(rank, {}), numbers, rank if tensor > 1 else None)
-        for rank in range(tensor)
+    columns = [
+        _column(ranks[t::tensor], layers.get(t, {}), numbers, t if tensor > 1 else None)
+        for t in range(tensor)
     ]
-    cells = stages[0]
-    if tensor > 1:
-        models = [one.first for one in ranks]
-        cells = [
-            join_tensor_ranks(models[stage * tensor : (stage + 1) * tensor], shards)
-            for stage, shards in enumerate(zip(*stages, strict=True))
-        ]
+    models = [one.first for one in ranks]
+    cells = [
+        join_tensor_ranks(models[stage * tensor : (stage + 1) * tensor], own)
+        if tensor > 1
+        else own[0]
+        for stage, own in enumerate(zip(*columns, strict=True))
+    ]
 
     def split() -> tuple[Cell, ...]:
         # Without param_shapes the order of weights in flat groups is unknown.
@@ -94,17 +99,17 @@ def read_pipeline(tag: TagFolder) -> tuple[Cell, Callable[[], tuple[Cell, ...]]]
 def _column(
     ranks: Sequence[Ranks], layers: Mapping[int, Layer], numbers: Set[int], mp: int | None
 ) -> list[Cell]:
-    """Return the stages of one tensor rank (``mp``), with the tensors of layer files.
+    """Return the stages of tensor rank ``mp`` with the tensors of layer files.
 
-    Args:
-        numbers: all layers that have a file.
+    ``numbers`` are all layers that have a file.
     """
     buffers = {name for one in ranks for name in one.first.buffers}
     sizes = {name: numel for one in ranks for name, numel in slice_sizes(one).items()}
-    shapes: dict[str, Shape] = {}
-    for layer in layers.values():
-        prefix = (tied_prefix(layer, sizes, buffers) if sizes else "") or f"{layer.number}."
-        shapes |= {prefix + key: ref.shape for key, ref in layer.tensors.items()}
+    shapes = {
+        name: ref.shape
+        for layer in (layers.values() if sizes else ())
+        for name, ref in layer.named(layer_prefix(layer, sizes, buffers)).items()
+    }
     named = [one if any(one.first.param_shapes) else by_slices(one, shapes) for one in ranks]
     cells = [zero_cell(one) for one in named if one is not None]
     if len(cells) < len(named):
@@ -120,24 +125,22 @@ def _column(
         raise IncompleteCheckpointError(
             f"{len(missing)} layer files are missing, which have buffers and frozen weights",
             path=ranks[0].folder,
-            found=f"{len(layers)} layer files",
             expected=rank_file_name(FileKind.PIPELINE_LAYER, mp=mp, layer=missing[0]),
             hint=FROM_NODES,
         )
     sizes = {name: prod(one.shape) for name, one in known.items()}
     stage, found = 0, [list[tuple[TorchFile, str, TensorRef]]() for _ in cells]
     for number, layer in sorted(layers.items()):
-        stage = stages.get(number, stage)
-        prefix = tied_prefix(layer, sizes, buffers) or f"{number}."
-        own = {prefix + key: ref for key, ref in layer.tensors.items()}
+        stage, prefix = stages.get(number, stage), layer_prefix(layer, sizes, buffers)
+        own = layer.named(prefix)
         found[stage] += ((layer.file, name, ref) for name, ref in own.items())
         # A layer may exclude weights from its state dict, and activation checkpointing's hook may
         # rename them (torch 2.13, checkpoint_wrapper.py): there is one of the same shape for each.
         extra = Counter(own[name].shape for name in own.keys() - known.keys() - buffers)
         lost = [name for name in known if name.startswith(prefix) and name not in own]
         if extra and Counter(known[name].shape for name in lost) - extra:
-            file = layer.file.path.name
-            raise LayoutError(f"{file} lacks weights of its layer", [*own][:4], lost[:4])
+            problem = f"{layer.file.path.name} lacks weights of its layer"
+            raise LayoutError(problem, [*own][:4], lost[:4])
     pairs = zip(cells, found, strict=True)
     return [_with_layers(cell, tensors, known, buffers) for cell, tensors in pairs]
 
@@ -146,13 +149,13 @@ def _without_zero(
     ranks: Sequence[Ranks], layers: Mapping[int, Layer], buffers: Collection[str]
 ) -> Cell:
     """Return all stages as one cell; their optimizers number the weights of the layer files."""
-    optimizers = [(one.first.root.get("optimizer"), one.first.file) for one in ranks]
     weights = [
-        in_file(layer.file, f"{number}.{key}", ref, Role.TRAINABLE)
+        in_file(layer.file, name, ref, Role.TRAINABLE)
         for number, layer in sorted(layers.items())
-        for key, ref in layer.tensors.items()
-        if f"{number}.{key}" not in buffers
+        for name, ref in layer.named(f"{number}.").items()
+        if name not in buffers
     ]
+    optimizers = [(one.first.root.get("optimizer"), one.first.file) for one in ranks]
     return replace(
         with_optimizers(optimizers, weights, [layer.file for layer in layers.values()]),
         left_out=tuple(buffers),
@@ -160,14 +163,15 @@ def _without_zero(
     )
 
 
-def tied_prefix(layer: Layer, sizes: Mapping[str, int], buffers: Collection[str]) -> str | None:
-    """Return the tied layer that a layer file without any known name is the first use of.
+def layer_prefix(layer: Layer, sizes: Mapping[str, int], buffers: Collection[str]) -> str:
+    """Return the prefix of a layer's names: its number, or the tied layer that it first uses.
 
-    It has all of the tied layer's tensors with their sizes. One that has more may be either.
+    A tied layer's file has no known name, but all its tensors with their sizes. One that has more
+    may be either.
     """
-    names = [f"{layer.number}.{key}" for key in layer.tensors]
-    if any(name in sizes or name in buffers for name in names):
-        return None
+    numbered = f"{layer.number}."
+    if any(name in sizes or name in buffers for name in layer.named(numbered)):
+        return numbered
     tied: dict[str, dict[str, int | None]] = {}
     for name, numel in {**dict.fromkeys(buffers), **sizes}.items():
         if name.startswith(TIED):
@@ -183,10 +187,9 @@ def tied_prefix(layer: Layer, sizes: Mapping[str, int], buffers: Collection[str]
         raise UnsupportedError(
             "may be a tied layer, or a frozen layer that looks like it",
             path=layer.file.path,
-            found=", ".join(sorted(own)),
             hint="Save without frozen weights in or next to tied layers",
         )
-    return f"{TIED}{found[0]}." if found else None
+    return f"{TIED}{found[0]}." if found else numbered
 
 
 def _with_layers(
@@ -204,8 +207,7 @@ def _with_layers(
     for file, name, ref in tensors:
         own = parameters.get(name, known.get(name))
         if own is None or name in buffers:
-            role = Role.BUFFER if name in buffers else Role.FROZEN
-            one = in_file(file, name, ref, role)
+            one = in_file(file, name, ref, Role.BUFFER if name in buffers else Role.FROZEN)
             if (first := parameters.setdefault(name, one)) is not one:
                 copies.append(Copy(first, one))
         elif not any(isinstance(o, InFiles) and (file, ref) in o.places.values() for o in own.held):
@@ -231,13 +233,11 @@ def merge_stages(cells: Sequence[Cell]) -> Cell:
     kept: dict[str, Parameter] = {}
     copies = list[Copy]()
     for one in (one for cell in cells for one in cell.parameters.values()):
-        first = kept.setdefault(one.name, one)
-        if first is one:
-            continue
-        is_tied = one.name.startswith(TIED) and first.dtype is one.dtype
-        if not is_tied or first.shape != one.shape:
-            raise LayoutError(f"two stages have the tensor {one.name!r}", one.shape, first.shape)
-        copies.append(Copy(first, one))
+        if (first := kept.setdefault(one.name, one)) is not one:
+            copies.append(Copy(first, one))
+            same = first.dtype is one.dtype and first.shape == one.shape
+            if not (one.name.startswith(TIED) and same):
+                raise LayoutError(f"two stages have the tensor {one.name!r}", one.shape, "one")
     merged = joined(cells)
     return replace(
         merged,

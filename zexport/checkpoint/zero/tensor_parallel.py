@@ -1,14 +1,15 @@
 """Tensor parallelism: join the slices of all tensor ranks, and split again.
 
-How a tensor is split is recorded in ``universal_checkpoint_info``: by AutoTP as boxes
-(``affine_map``) and lists of name patterns, by Megatron-DeepSpeed as lists only. Source: DeepSpeed
-0.19.8, ``module_inject/layers.py`` (``collect_autotp_universal_checkpoint_info``),
-``checkpoint/ds_to_universal.py`` (``merge_tp_slices``), ``checkpoint/affine.py``.
+``universal_checkpoint_info`` records how: AutoTP writes boxes (``affine_map``) and lists of name
+patterns, Megatron-DeepSpeed only lists. Source: DeepSpeed 0.19.8, ``module_inject/layers.py``
+(``collect_autotp_universal_checkpoint_info``), ``checkpoint/ds_to_universal.py``
+(``merge_tp_slices``), ``checkpoint/affine.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from math import prod
 
 from msgspec import Struct
@@ -35,19 +36,14 @@ _WIDTHS_SINCE = 0.4
 _PARTS_MAX = 1024
 
 
-class Box(Struct, frozen=True):
-    """A box that a rank's slice shares with the whole: its first index in either, and its size."""
-
-    rank: int
-    start: Shape
-    origin: Shape
-    shape: Shape
+Box = tuple[int, Shape, Shape, Shape]
+"""A part of the whole on a rank: rank, first index in the whole and in the slice, size."""
 
 
 class TensorRanks(Struct, frozen=True):
-    """The tensor ranks of one pipeline stage: ``join`` their slices, ``split`` a tensor again.
+    """Tensor ranks of one pipeline stage.
 
-    ``shards`` has the shapes of every tensor's slices, by rank; ``tables`` the record's patterns.
+    ``shards`` has the shapes of every tensor's slices by rank, ``tables`` the record's patterns.
     """
 
     record: PickleView
@@ -63,14 +59,11 @@ class TensorRanks(Struct, frozen=True):
         Slices without elements have any role: no optimizer has them.
         """
         name = parts[0].name
-        roles = {one.role for one in parts if prod(one.shape)} or {parts[0].role}
-        if len(roles) > 1:
-            found = ", ".join(one.role.value for one in parts)
-            raise LayoutError(f"tensor ranks have different roles of {name!r}", found, "one role")
-        (role,) = roles
+        role, *others = {one.role for one in parts if prod(one.shape)} or {parts[0].role}
+        if others:
+            raise LayoutError(f"tensor ranks have different roles of {name!r}", len(others), 1)
         shape, boxes = self._replicated(name) if role is Role.BUFFER else self._find(name)
-        pieces = [Piece(parts[box.rank], box.start, box.origin, box.shape) for box in boxes]
-        return join_boxes(name, shape, role, pieces)
+        return join_boxes(name, shape, role, [Piece(parts[rank], *box) for rank, *box in boxes])
 
     def split(self, whole: Parameter, rank: int) -> Parameter:
         """Return one rank's slice: the inverse of ``join``. Vocabulary padding becomes zeros."""
@@ -79,7 +72,7 @@ class TensorRanks(Struct, frozen=True):
             if whole.shape != (kept := self._without_padding(name, shape)):
                 raise LayoutError(f"{name!r} has another shape than its record", whole.shape, kept)
             whole = Parameter(name, shape, whole.role, (Padded(whole, prod(shape)),))
-        own = [Piece(whole, box.start, box.origin, box.shape) for box in boxes if box.rank == rank]
+        own = [Piece(whole, *box) for owner, *box in boxes if owner == rank]
         return cut_boxes(whole, self.shards[name][rank], own)
 
     def trim(self, whole: Parameter) -> Parameter:
@@ -89,22 +82,15 @@ class TensorRanks(Struct, frozen=True):
         return cut_boxes(whole, shape, [Piece(whole, zero, zero, shape)])
 
     def _without_padding(self, name: str, shape: Shape) -> Shape:
-        size = self.record.get("original_vocab_size").number_or(None)
-        if (
-            size is None
-            or not shape
-            or not 0 < size < shape[0]
-            or not self._recorded(_VOCABULARY, name)
-        ):
-            return shape
-        return (size, *shape[1:])
+        size = self.record.get("original_vocab_size").number_or(None) or 0
+        is_padded = self._recorded(_VOCABULARY, name) and shape and 0 < size < shape[0]
+        return (size, *shape[1:]) if is_padded else shape
 
     def universal_keys(self, name: str) -> dict[object, object]:
-        """Return the keys of a universal checkpoint by which DeepSpeed splits a parameter again."""
+        """Return the keys by which DeepSpeed splits a parameter of a universal checkpoint."""
         if self._recorded(_FUSED, name) is not None and not self.record.has(_REFUSED):
             raise UnsupportedError(
-                f"{name!r} has fused parts, which a universal checkpoint records in a DeepSpeed "
-                "object that zexport does not write",
+                f"{name!r} has fused parts, which zexport cannot record in a universal checkpoint",
                 path=self.record.path,
                 hint="Reshard to rank files with --world-size, or convert with ds_to_universal",
             )
@@ -132,25 +118,20 @@ class TensorRanks(Struct, frozen=True):
             dim = fused.need("partition_dim").number()
         elif dim == 0 and len(shards[0]) == 1 and not self._follows_a_weight(name):
             raise self._unsupported(name, "no record says whether ranks have it whole or split")
-        rests = {(len(shard), *shard[:dim], *shard[dim + 1 :]) for shard in shards}
-        if not 0 <= dim < len(shards[0]) or len(rests) > 1:
+        if not 0 <= dim < len(shards[0]) or len({_resized(one, dim, 0) for one in shards}) > 1:
             expected = f"equal except for dimension {dim}"
             raise LayoutError(f"slices of {name!r} do not fit together", shards, expected)
-        own = [shard[dim] for shard in shards]
+        own, zero, boxes = [shard[dim] for shard in shards], (0,) * len(shards[0]), list[Box]()
         widths = self._part_widths(name, dim, own)
-        if any(len(row) != len(own) or min(row) < 0 for row in widths) or own != [
-            sum(of_rank) for of_rank in zip(*widths, strict=True)
-        ]:
-            raise LayoutError(f"widths of fused parts of {name!r} do not fit", widths, own)
-        shape = _resized(shards[0], dim, sum(own))
-        zero = (0,) * len(shape)
-        begin, origins, boxes = 0, [0] * len(own), list[Box]()
-        for row in widths:
-            for rank, width in enumerate(row):
-                start, origin = _resized(zero, dim, begin), _resized(zero, dim, origins[rank])
-                boxes.append(Box(rank, start, origin, _resized(shape, dim, width)))
-                begin += width
-                origins[rank] += width
+        sums = [sum(of_rank) for of_rank in zip(*widths, strict=False)]
+        if sums != own or any(len(row) != len(own) or min(row) < 0 for row in widths):
+            raise LayoutError(f"widths of fused parts of {name!r} do not fit", sums, own)
+        shape, begin, origins = _resized(shards[0], dim, sum(own)), 0, [0] * len(own)
+        for rank, width in chain.from_iterable(map(enumerate, widths)):
+            start, origin = _resized(zero, dim, begin), _resized(zero, dim, origins[rank])
+            boxes.append((rank, start, origin, _resized(shape, dim, width)))
+            begin += width
+            origins[rank] += width
         return shape, boxes
 
     def _replicated(self, name: str) -> tuple[Shape, list[Box]]:
@@ -158,12 +139,12 @@ class TensorRanks(Struct, frozen=True):
         if any(other != shape for other in others):
             raise self._unsupported(name, "ranks have different shapes of it instead of replicas")
         zero = (0,) * len(shape)
-        return shape, [Box(rank, zero, zero, shape) for rank in range(1 + len(others))]
+        return shape, [(rank, zero, zero, shape) for rank in range(1 + len(others))]
 
     def _follows_a_weight(self, name: str) -> bool:
         """Whether a 1-D tensor in no list is the bias of a weight that is split the same way.
 
-        DeepSpeed splits it. Early records do not list norms, which all ranks have whole.
+        Early records do not list norms, which all ranks have whole.
         """
         weight = f"{name.rpartition('.')[0]}.weight"
         if any(len(shard) < 2 for shard in self.shards.get(weight, ((),))):
@@ -173,19 +154,14 @@ class TensorRanks(Struct, frozen=True):
     def _by_map(self, name: str, entry: PickleView) -> tuple[Shape, list[Box]]:
         whole, ranks = entry.need("logical_shape").shape(), entry.need("ranks")
         shards, boxes = self.shards[name], list[Box]()
-        if ranks.mapping().keys() != {*range(len(shards))}:
-            ranks.fail(
-                "is for other tensor ranks", f"{len(ranks.mapping())} of {len(shards)} ranks"
-            )
         for rank, shard in enumerate(shards):
-            own, numel = ranks.get(rank), 0
+            own = ranks.get(rank)
             for piece in own.need("pieces").items():
-                box = box_of(rank, piece, whole, shard)
+                box = _box(rank, piece, whole, shard)
                 if box is None or piece.get("scale").value not in (None, 1):
                     raise self._unsupported(name, "a piece of it is scaled, or no box")
                 boxes.append(box)
-                numel += prod(box.shape)
-            if own.need("shard_shape").shape() != shard or numel != prod(shard):
+            if own.need("shard_shape").shape() != shard:
                 own.fail(f"does not describe the slice of shape {list(shard)}")
         return whole, boxes
 
@@ -194,8 +170,7 @@ class TensorRanks(Struct, frozen=True):
 
         Older records have the widths of whole parts, or the number of equal ones.
         """
-        fused, parts = self._recorded(_FUSED, name), list[int]()
-        count: int | None = 2
+        fused, parts, count = self._recorded(_FUSED, name), list[int](), 2
         if not self._recorded(_HALVES, name):
             if fused is None:
                 return [own]
@@ -206,10 +181,12 @@ class TensorRanks(Struct, frozen=True):
                 raise self._unsupported(name, "the widths of its fused parts are not recorded")
             sizes = fused.need("shape").items()
             size = sizes[dim] if dim < len(sizes) else fused.fail(f"has no dimension {dim}")
-            parts = [one.number() for one in size.items_or_self()]
-            count = None if isinstance(size.value, list | tuple) else parts[0]
-        if count is not None:
-            parts = [sum(own) // count] * count if 0 < count <= _PARTS_MAX else []
+            if isinstance(size.value, list | tuple):
+                parts, count = [one.number() for one in size.items()], 0
+            else:
+                count = size.number()
+        if 0 < count <= _PARTS_MAX:
+            parts = [sum(own) // count] * count
         if sum(parts) != sum(own) or any(part % len(own) for part in parts):
             raise self._unsupported(name, "its fused parts are not divisible by the tensor ranks")
         return [[part // len(own)] * len(own) for part in parts]
@@ -227,19 +204,18 @@ def tensor_ranks(
 ) -> TensorRanks:
     """Parse the records of all tensor ranks; later ranks may have none."""
     record, *others = (model.root.get(_INFO) for model in models)
-    path = record.path
     if not record.value:
         raise UnsupportedError(
             f"the tensor-parallel split is not recorded (no {_INFO})",
-            path=path,
+            path=record.path,
             hint="Resume with DeepSpeed 0.19 or later, save again, and export that checkpoint",
         )
     for other in others:
         if other.value and other.plain_values() != record.plain_values():
-            other.fail(f"differs from {path.name}", "another tensor-parallel split")
+            other.fail(f"differs from {record.path.name}", "another tensor-parallel split")
     maps = record.get(_MAPS)
-    if maps.value is not None and (version := maps.get("version").value) != 1:
-        raise UnsupportedError("unknown version of affine_map", path=path, found=version)
+    if maps.value is not None and maps.get("version").value != 1:
+        raise UnsupportedError("unknown version of affine_map", path=record.path)
     items = {
         _MAPS: () if maps.value is None else maps.get("params").entries(),
         _REFUSED: record.get(_REFUSED).entries(),
@@ -252,38 +228,36 @@ def tensor_ranks(
     }
     for key in (_WHOLE, _AVERAGED, _HALVES, _ROWS, _VOCABULARY):
         items[key] = ((item.text(), item) for item in record.get(key).items())
-    tables = {key: Patterns.read(own, path) for key, own in items.items()}
+    tables = {key: Patterns.read(own, record.path) for key, own in items.items()}
     return TensorRanks(record, shards, tables)
 
 
 def join_tensor_ranks(models: Sequence[ModelStates], cells: Sequence[Cell]) -> Cell:
     """Return the cell of all tensor ranks of one stage."""
     merged = joined(cells)  # rank 0 records shared_params, later ranks show shared storages
-    by_rank = [
-        {name: one for name, one in cell.parameters.items() if name not in merged.aliases}
-        for cell in cells
-    ]
-    for rank, own in enumerate(by_rank):
-        if apart := sorted(by_rank[0].keys() ^ own.keys()):
-            raise LayoutError(
-                f"tensor rank {rank} has other tensors than rank 0",
-                f"{len(apart)} names on only one, such as {apart[0]!r}",
-                f"the same {len(by_rank[0])} names",
-            )
-    shards = {name: [own[name].shape for own in by_rank] for name in by_rank[0]}
+    first, *others = (cell.parameters.keys() - merged.aliases.keys() for cell in cells)
+    if apart := sorted(name for names in others for name in first ^ names):
+        raise LayoutError("tensor ranks have different tensors", apart[0], "the same names")
+    by_name = {
+        name: [cell.parameters[name] for cell in cells]
+        for name in cells[0].parameters
+        if name in first
+    }
+    shards = {name: [one.shape for one in parts] for name, parts in by_name.items()}
     ranks = tensor_ranks(models, shards)
-    parameters, copies = dict[str, Parameter](), list[Copy]()
-    for name in shards:
-        parameters[name], more = ranks.join([own[name] for own in by_rank])
-        copies += more
-    return replace(merged, parameters=parameters, copies=(*copies, *merged.copies))
+    found = {name: ranks.join(parts) for name, parts in by_name.items()}
+    return replace(
+        merged,
+        parameters={name: one for name, (one, _) in found.items()},
+        copies=(*(copy for _, copies in found.values() for copy in copies), *merged.copies),
+    )
 
 
 def _resized(shape: Shape, dim: int, size: int) -> Shape:
     return (*shape[:dim], size, *shape[dim + 1 :])
 
 
-def box_of(rank: int, piece: PickleView, whole: Shape, shard: Shape) -> Box | None:
+def _box(rank: int, piece: PickleView, whole: Shape, shard: Shape) -> Box | None:
     """Return a piece of an affine map as a box of the whole and of a slice; ``None`` if it is none.
 
     Pieces have offset and strides in elements. One without elements (a rank has some if there are
@@ -306,4 +280,4 @@ def box_of(rank: int, piece: PickleView, whole: Shape, shard: Shape) -> Box | No
         ):
             return None
         starts.append(tuple(start))
-    return Box(rank, starts[0], starts[1], shape)
+    return rank, starts[0], starts[1], shape

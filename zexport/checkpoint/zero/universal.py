@@ -1,8 +1,8 @@
 """Universal checkpoints: a folder per trained parameter, with a file per slot; model states files.
 
-What else the converter writes is not exact: frozen weights and buffers as fp32, tied weights from
-16-bit values. Those are read from the copied model states files; a pipeline's are in layer files,
-which ``zexport reshard`` keeps and DeepSpeed's converter does not.
+The converter writes frozen weights and buffers as fp32 and tied weights from 16-bit values. These
+are read from the copied model states files; a pipeline's are in layer files, which
+``zexport reshard`` keeps and DeepSpeed's converter does not.
 
 Source: DeepSpeed 0.10 to 0.19, ``checkpoint/ds_to_universal.py``.
 """
@@ -31,10 +31,9 @@ from zexport.checkpoint.state import (
 )
 from zexport.checkpoint.zero.cell import with_untrained
 from zexport.checkpoint.zero.expert_layers import AutoEpLayer, autoep_weights, cut_experts
-from zexport.checkpoint.zero.file_names import rank_file_name, read_rank_file
 from zexport.checkpoint.zero.flat_groups import check_one_dtype, partition_numel
-from zexport.checkpoint.zero.pipeline import Layer, tied_prefix
-from zexport.checkpoint.zero.ranks import FROM_NODES, TagFolder
+from zexport.checkpoint.zero.pipeline import TIED, layer_prefix, read_layers
+from zexport.checkpoint.zero.ranks import FROM_NODES, TagFolder, no_model
 from zexport.checkpoint.zero.records import ModelStates, kept_of, scalar
 from zexport.checkpoint.zero.tensor_parallel import join_tensor_ranks, tensor_ranks
 from zexport.errors import IncompleteCheckpointError, LayoutError, UnsafeError, UnsupportedError
@@ -49,16 +48,13 @@ from zexport.store.folders import child_folders, children
 
 FOLDER, OPTIMIZER_STATE, STEP = "zero", "optimizer_state", "step"
 _SOURCE = "Reshard the checkpoint that it was converted from"
+_CONVERTED = "Export the checkpoint that it was converted from"
 
 
 def read_universal(tag: TagFolder) -> tuple[Cell, Callable[[], tuple[Cell, ...]]]:
     """Return all tensors, and a function for the cells that the converted ranks would have."""
     if not tag.ranks or any(0 not in one.model for one in tag.ranks.values()):
-        raise IncompleteCheckpointError(
-            "the model states file of rank 0 is missing, which has names and shapes",
-            path=tag.path,
-            hint="Copy *_model_states.pt from where the checkpoint was converted, or convert again",
-        )
+        raise no_model(tag.path)
     source = _Universal(tag)
     return source.whole, lambda: tuple(source.split())
 
@@ -72,9 +68,7 @@ class _Universal:
         self.layer_files = tag.of_kind(FileKind.PIPELINE_LAYER)
         self.opened: list[TorchFile] = []
         self.models = [*tag.models.values()]
-        for model in self.models:
-            self._check_not_shuffled(model)
-        self.parts = [self._part(*pair) for pair in zip(self.tag.models, self.models, strict=True)]
+        self.parts = [self._part(index, model) for index, model in tag.models.items()]
 
     @cached_property
     def optimizer(self) -> TorchFile:
@@ -85,33 +79,34 @@ class _Universal:
     def root(self) -> PickleView:
         return view(self.optimizer, "optimizer state")
 
-    def _check_not_shuffled(self, model: ModelStates) -> None:
-        """Raise if the converter mixed up values: with round robin it cuts by another order.
+    def _is_shuffled(self, model: ModelStates) -> bool:
+        """Whether the converter mixed up values: with round robin it cuts by another order.
 
         Only zexport writes names into parameter groups. This also refuses BF16_Optimizer, which
         does not shuffle but records no difference.
         """
         stage = model.zero_config.get("stage")
         if not (model.is_round_robin and stage in (1, 2) and model.dp_world_size != 1):
-            return
+            return False
         groups = self.root.get("param_groups").items()
-        params = [one for group in groups for one in group.need("params").items()]
-        if not params or not all(isinstance(one.value, str) for one in params):
-            raise UnsupportedError(
-                "converted from a run with round_robin_gradients; the converter mixes up values",
-                path=model.file.path,
-                hint="Export the checkpoint that it was converted from",
-            )
+        params = [one.value for group in groups for one in group.need("params").items()]
+        return not params or not all(isinstance(one, str) for one in params)
 
     def _part(self, index: int, model: ModelStates) -> Cell:
         """Return what the model states of one index have; trained parameters have no values."""
+        if self._is_shuffled(model):
+            raise UnsupportedError(
+                "converted from a run with round_robin_gradients; the converter mixes up values",
+                path=model.file.path,
+                hint=_CONVERTED,
+            )
         ranks = self.tag.ranks[index]
         world_size = model.dp_world_size or len(ranks.model)
         if ranks.is_zero3 and len(ranks.model) < world_size and model.frozen_shapes:
             raise IncompleteCheckpointError(
                 "model states files are missing, which have partitions of frozen weights",
                 path=self.tag.path,
-                found=f"{len(ranks.model)} of {world_size} model states files",
+                found=f"{len(ranks.model)} of {world_size}",
                 hint=FROM_NODES,
             )
         held = (Sources(MASTER, DType.F32, Zeros(0)),)
@@ -132,16 +127,12 @@ class _Universal:
     @cached_property
     def whole(self) -> Cell:
         """All tensors."""
-        slots, shards = self.slots, dict[str, list[Shape]]()
-        for name, shape in (item for model in self.models for item in model.trained.items()):
-            shards.setdefault(name, []).append(shape)
-        weights = {
-            name: self._weight(name, slots.get(name, ()), own) for name, own in shards.items()
-        }
+        slots, names = self.slots, dict.fromkeys(n for model in self.models for n in model.trained)
+        weights = {name: self._weight(name, slots.get(name, ())) for name in names}
         stepped = [one for name, one in weights.items() if "exp_avg" in slots[name]]
         check_one_dtype(one.dtype for one in stepped if prod(one.shape))
         rest = self._joined(self.parts, weights)
-        layers = self._joined([*self._layers(weights)], weights)
+        layers = self._joined([*self._layers()], weights)
         lost = [name for name in rest.left_out if name not in layers.parameters]
         warnings = [f"the converter lost the values of {', '.join(lost)}"] if lost else []
         if not (self.layer_files or any(model.module for model in self.models)):
@@ -162,11 +153,15 @@ class _Universal:
         )
 
     def _joined(self, cells: Sequence[Cell], weights: Collection[str]) -> Cell:
-        """Return what tensor ranks have beside trained weights; other ranks have nothing else."""
-        rest = []
-        for cell in cells:
-            own = {name: one for name, one in cell.parameters.items() if name not in weights}
-            rest.append(replace(cell, parameters=own, copies=()))
+        """Return what tensor ranks have except trained weights; other ranks have nothing else."""
+        rest = [
+            replace(
+                cell,
+                parameters={n: one for n, one in cell.parameters.items() if n not in weights},
+                copies=(),
+            )
+            for cell in cells
+        ]
         if len(rest) > 1 and any(cell.parameters for cell in rest):
             return join_tensor_ranks(self.models[: len(rest)], rest)
         return rest[0] if len(rest) == 1 else joined(rest or [Cell({})])
@@ -185,36 +180,34 @@ class _Universal:
                 raise UnsafeError("is a link instead of a parameter's folder", path=folder)
             found[folder.name] = [one.stem for one in children(folder) if one.suffix == ".pt"]
         for model, part in zip(self.models, self.parts, strict=True):
-            known |= {*part.parameters, *part.aliases, *part.left_out}
-            known |= model.root.get("module").table().keys()  # from --inject_missing_state
+            module = model.root.get("module").table()  # may be from --inject_missing_state
+            known |= {*part.parameters, *part.aliases, *part.left_out, *module}
             trained |= model.trained.keys()
         due = {name: trained if "exp_avg" in slots else known for name, slots in found.items()}
         if extra := sorted(name for name, names in due.items() if name not in names):
-            raise LayoutError(
-                "folders are of another conversion",
-                some(extra),
-                "parameters of the model states files",
-            )
+            raise LayoutError("folders are of another conversion", some(extra), "parameters")
         return found
 
-    def _weight(self, name: str, slots: Collection[str], shards: Sequence[Shape]) -> Parameter:
+    def _weight(self, name: str, slots: Collection[str]) -> Parameter:
         """Return a trained parameter with its master weights and, if a file has them, module's."""
         if MASTER not in slots:
             raise LayoutError(f"folder {FOLDER} lacks weights", "none", f"{name}/{MASTER}.pt")
         file = read_torch_file(self.folder / name / f"{MASTER}.pt")
-        root, shape, differing = view(file, "the file"), shards[0], 0
+        shards = [model.trained[name] for model in self.models if name in model.trained]
         models = [(m.file, m.module[name]) for m in self.models if name in m.module]
+        root, shape, differing = view(file, "the file"), shards[0], 0
         if not isinstance(file.value, TensorRef):
             shape = root.need("param").tensor().shape
             # Experts, tensor ranks and vocabulary padding change one dimension.
-            has_parts = len(shards) > 1 or root.has("ep_num_experts") or root.has("vocab_tensor")
-            differing = 1 if has_parts else 0
+            differing = int(
+                len(shards) > 1 or root.has("ep_num_experts") or root.has("vocab_tensor")
+            )
             is_16_bit = any(ref.numel and ref.dtype in (DType.BF16, DType.F16) for _, ref in models)
             if is_16_bit and "exp_avg" not in slots and root.mapping().keys() == {"param"}:
                 raise UnsupportedError(
                     f"no master weights of {name!r}: the converter used 16-bit values",
                     path=root.path,
-                    hint="Export the checkpoint that it was converted from",
+                    hint=_CONVERTED,
                 )
         for shard in shards:
             pairs = zip(shard, shape, strict=False)
@@ -238,27 +231,20 @@ class _Universal:
         self.opened.append(file)
         return Sources(slot, ref.dtype, Window(file.source(ref), 0, whole * ref.dtype.itemsize))
 
-    def _layers(self, trained: Collection[str]) -> Iterator[Cell]:
-        """Yield what the layer files of each tensor rank have beside trained parameters."""
-        files: dict[int, list[Layer]] = {}
-        for name in self.layer_files:
-            file = read_rank_file(name)
-            self.opened.append(file)
-            tensors = view(file, "layer states").tensors()
-            files.setdefault(name.mp, []).append(Layer(name.layer, file, tensors))
+    def _layers(self) -> Iterator[Cell]:
+        """Yield the tensors in layer files of each tensor rank, except tied layers."""
+        by_rank = read_layers(self.tag)
         buffers = {name for model in self.models for name in model.buffers}
-        for rank, layers in sorted(files.items()):
-            own = self.models[rank :: len(files)]
+        for rank, layers in sorted(by_rank.items()):
+            own = self.models[rank :: len(by_rank)]
             sizes = {name: prod(shape) for model in own for name, shape in model.trained.items()}
             found = dict[str, Parameter]()
-            for layer in layers:
-                names = {f"{layer.number}.{key}": ref for key, ref in layer.tensors.items()}
-                is_known = any(name in trained or name in buffers for name in names)
-                if not is_known and tied_prefix(layer, sizes, buffers) is not None:
-                    continue
-                for full, ref in names.items():
-                    role = Role.BUFFER if full in buffers else Role.FROZEN
-                    found[full] = in_file(layer.file, full, ref, role)
+            for layer in layers.values():
+                self.opened.append(layer.file)
+                prefix = layer_prefix(layer, sizes, buffers)
+                for name, ref in layer.named(prefix).items() if not prefix.startswith(TIED) else ():
+                    role = Role.BUFFER if name in buffers else Role.FROZEN
+                    found[name] = in_file(layer.file, name, ref, role)
             yield Cell(found)
 
     def split(self) -> Iterator[Cell]:
@@ -272,7 +258,6 @@ class _Universal:
             raise UnsupportedError(
                 "joined from several model-parallel ranks, whose layout is not recorded",
                 path=self.tag.path,
-                found=f"{count} model-parallel ranks",
                 hint=_SOURCE,
             )
         tensor = 1 if grid is None or count == 1 else grid.tensor
@@ -280,7 +265,6 @@ class _Universal:
             raise IncompleteCheckpointError(
                 "layer files of the pipeline are missing, which the converter does not copy",
                 path=self.tag.path,
-                expected=rank_file_name(FileKind.PIPELINE_LAYER),
                 hint=_SOURCE,
             )
         states = {name: self._with_states(one) for name, one in self.whole.parameters.items()}
@@ -291,12 +275,12 @@ class _Universal:
             shapes = [{n: r.shape for n, r in m.module.items()} | m.trained for m in ranks]
             shards = {name: [own.get(name, ()) for own in shapes] for name in states}
             splits = tensor_ranks(ranks, shards) if tensor > 1 else None
-            sizes = {len(layer.held) for layer in layers.values()} or {1}
-            if len(sizes) > 1:
-                raise LayoutError("several expert-parallel sizes", sorted(sizes), "one")
+            expert_ranks, *others = {len(layer.held) for layer in layers.values()} or {1}
+            if others:
+                raise LayoutError("several expert-parallel sizes", [expert_ranks, *others], "one")
             groups = self._groups(model, layers)
             values |= {"ds_config": model.config, "ds_version": model.version}
-            for rank in range(max(sizes)):
+            for rank in range(expert_ranks):
                 own = dict[str, Parameter]()
                 for name, shape in model.trained.items():
                     whole, layer = states[name], layers.get(name)
@@ -307,9 +291,7 @@ class _Universal:
                         own[name] = cut_experts(whole, layer.held[rank])
                     has_experts = layer is None or whole.shape[:1] == (layer.num_experts,)
                     if own[name].shape != shape or not has_experts:
-                        raise LayoutError(
-                            f"{name!r} has two shapes", list(shape), list(whole.shape)
-                        )
+                        raise LayoutError(f"{name!r} has two shapes", shape, whole.shape)
                 rest = [one for name, one in part.parameters.items() if name not in own]
                 yield replace(
                     part,
@@ -319,7 +301,7 @@ class _Universal:
                     files=(*self.opened, self.optimizer),
                     optimizer=Recorded(self.optimizer, dict(values)),
                     expert_rank=rank,
-                    expert_ranks=max(sizes),
+                    expert_ranks=expert_ranks,
                 )
 
     def _with_states(self, one: Parameter) -> Parameter:
@@ -337,30 +319,28 @@ class _Universal:
 
         ZeRO-1/2 have a file with the step per parameter, ZeRO-3 the step of the first flat group.
         """
-        found, shapes = list[Group](), model.param_shapes
+        found, shapes = list[Group](), dict(enumerate(model.param_shapes))
+        shared = kept_of(self.root.get("optimizer_state_dict"), 0).scalars
         for group in self.root.need("param_groups").items():
             own = set[str]()
-            for item in group.need("params").items():
-                if isinstance(item.value, str):
-                    own.add(item.value)
-                elif 0 <= item.number() < len(shapes):
-                    own |= shapes[item.number()].keys()
+            for one in group.need("params").items():
+                is_name = isinstance(one.value, str)
+                own |= {one.value} if is_name else shapes.get(one.number(), {}).keys()
             names = [name for name in model.trained if name in own]
             settings = {key: value for key, value in group.table().items() if key != "params"}
             experts = [layers[name] for name in names if name in layers]
             if experts:  # a run keeps its own size unless it is given one
                 settings["name"] = f"ep_size_{len(experts[0].held)}"
-            stepped = [self.folder / n / f"{STEP}.pt" for n in names if STEP in self.slots[n]]
-            files = [read_torch_file(path) for path in stepped]
+            stepped = [name for name in names if STEP in self.slots[name]]
+            files = [read_torch_file(self.folder / name / f"{STEP}.pt") for name in stepped]
             self.opened += files
             if len(steps := {scalar(file, file.value) for file in files}) > 1:
                 raise LayoutError("step differs within its group", sorted(map(str, steps)), "one")
-            shared = kept_of(self.root.get("optimizer_state_dict"), 0).scalars
             scalars = Recorded(self.optimizer, {k: v for k, v in shared.items() if k == STEP})
             if files:
                 scalars = Recorded(files[0], {STEP: files[0].value})
-            settled = Recorded(self.optimizer, settings)
-            found.append(Group(tuple(names), settled, scalars, bool(experts)))
+            recorded = Recorded(self.optimizer, settings)
+            found.append(Group(tuple(names), recorded, scalars, bool(experts)))
         if sorted(name for one in found for name in one.names) != sorted(model.trained):
             numbers = sum(len(one.names) for one in found), len(model.trained)
             raise LayoutError(f"groups in {OPTIMIZER_STATE}.pt differ from param_shapes", *numbers)
