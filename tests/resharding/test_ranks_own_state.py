@@ -119,8 +119,6 @@ def test_module_tensors_that_are_no_parameters_load_after_resharding(
     source: int, stage: int, ranks: int, root: Path
 ) -> None:
     """Buffers of two names are among them; a frozen weight is still partitioned."""
-    told = (root / f"z{source}-z{stage}-{ranks}.txt").read_text()
-    assert ("0.weight.absmax" in told) == (stage == 3 and source < 2)
     (before, *_), after = (
         _loaded(root / f"z{source}"),
         _loaded(root / f"z{source}-z{stage}-{ranks}"),

@@ -36,9 +36,9 @@ def _edit(root: Path, pattern: str, change: Callable[[Any], None]) -> None:
     [
         ("z2_w2_bf16_groups", {"world_size": 0}, 2, "no number of ranks"),
         ("z2_w2_bf16_groups", {"world_size": None}, 2, "no number of ranks"),
-        ("z2_w2_bf16_groups", {"stage": 0}, 2, "no files to reshard to"),
-        ("z0_w2_bf16", {}, 2, "no files to reshard to"),
-        ("pp2_z1_w4_bf16_tied", {"stage": 2}, 2, "pipeline cannot train with ZeRO-2"),
+        ("z2_w2_bf16_groups", {"stage": 0}, 2, "cannot be resharded to ZeRO-0"),
+        ("z0_w2_bf16", {}, 2, "cannot be resharded to ZeRO-0"),
+        ("pp2_z1_w4_bf16_tied", {"stage": 2}, 2, "to ZeRO-2 .*expected 1"),
         ("z1_w3_bf16_elastic", {}, 3, "settings of the parameter groups"),
         ("pp2_z0_w4_fp16", {"stage": 1}, 4, "the order .* a pipeline without ZeRO"),
         ("pp2_z0_w4_bf16_tied", {"stage": 1}, 4, "the order of weights"),
@@ -248,7 +248,7 @@ _MODEL, _OPTIMIZER = "*_model_states.pt", "*_optim_states.pt"
     ("name", "pattern", "change", "code", "words"),
     [
         ("z3_w2_bf16_sub1000", _OPTIMIZER, _less_in_one_sub_group, 4, "'exp_avg' .* differs"),
-        ("z3_w2_bf16_sub1000", _OPTIMIZER, _rounded_in_one_sub_group, 4, "several dtypes"),
+        ("z3_w2_bf16_sub1000", _OPTIMIZER, _rounded_in_one_sub_group, 4, "from those of its"),
         (
             "z3_w2_bf16_sub1000",
             _OPTIMIZER,
@@ -295,20 +295,17 @@ def test_files_that_do_not_hold_the_whole_state_are_refused(
     assert refused.value.exit_code == code
 
 
-@pytest.mark.parametrize("name", ["RMS", "variance"])
-def test_an_optimizer_that_steps_by_norms_of_a_partition_is_told_of(
-    name: str, tmp_path: Path
-) -> None:
-    """Adafactor's; its norm may differ, as every step measures it before anything is made of it."""
+def test_a_norm_that_every_step_measures_may_differ_between_ranks(tmp_path: Path) -> None:
+    """Adafactor's."""
     root = copied("z2_w2_bf16_groups", tmp_path)
     for rank in range(2):
 
         def add(value: Any, own: int = rank) -> None:
             for state in _inner(value)["state"].values():
-                state[name] = torch.tensor(0.5 + own) if name == "RMS" else state["exp_avg"]
+                state["RMS"] = torch.tensor(0.5 + own)
 
         _edit(root, f"*rank_{rank}_*", add)
-    assert any(f"keeps {name}, as one that steps by norms" in text for text in _plan(root).warnings)
+    assert _plan(root).shards
 
 
 def test_a_universal_checkpoint_of_other_groups_or_shapes_is_refused(tmp_path: Path) -> None:

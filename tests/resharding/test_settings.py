@@ -120,9 +120,9 @@ def test_a_configuration_of_another_element_type_is_refused(
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
-        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "bf16 and fp16 enabled"),
-        ({"zero_optimization": [{"stage": 3}]}, r"no object under zero_optimization.*found list"),
-        ({"bf16": 1}, r"no object under bf16.*found int"),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "enables bf16 and fp16"),
+        ({"zero_optimization": [{"stage": 3}]}, r"zero_optimization is not an object.*list"),
+        ({"bf16": 1}, r"bf16 is not an object.*int"),
     ],
 )
 def test_a_configuration_that_deepspeed_will_not_take_is_refused(

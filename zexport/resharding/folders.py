@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -38,9 +38,9 @@ class Ranks(Struct, frozen=True):
 class Beside(Struct, frozen=True):
     """The files next to the tag folder, with warnings and notes."""
 
-    files: tuple[SideFile, ...]
-    warnings: tuple[str, ...]
-    notes: tuple[str, ...]
+    files: tuple[SideFile, ...] = ()
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 _WEIGHTS = re.compile(r"(model|pytorch_model)[^/]*\.(safetensors|bin)(\.index\.json)?")
@@ -65,30 +65,32 @@ def beside(
     optimizer's updates.
     """
     if location.framework in (Framework.DEEPSPEED, Framework.OPENRLHF):
-        return Beside((), (), ())
+        return Beside()
     with reading(location.root):
         found = {path.relative_to(location.root).as_posix(): path for path in _around(location)}
-    left_out = {name: path for name, path in found.items() if _WEIGHTS.fullmatch(name)}
-    kept = {name: path for name, path in found.items() if name not in left_out}
-    notes = []
-    if left_out:
-        notes.append(
-            f"the model's gathered weights are not copied ({some(sorted(left_out), 3)}): the rank "
-            "files hold them"
-        )
-    warnings: list[str] = []
+    kept = {name: path for name, path in found.items() if not _WEIGHTS.fullmatch(name)}
+    warnings, notes = list[str](), list[str]()
     if location.framework is Framework.HF_TRAINER:
-        kept, told = _trainers_rng(kept, ranks)
-        notes += told
-        warnings += _of_best(location)
-    if location.framework is Framework.ACCELERATE:
-        kept, told = _without_accelerates_rng(kept, ranks)
-        notes += told
-        warnings += _scheduler_counts(kept, ranks, step)
-    files = [SideFile(name, origin=path) for name, path in sorted(kept.items())]
-    if location.framework is Framework.ZEXPORT:
-        files = [_for_train(file, ranks.after, stage, ds_config) for file in files]
-    return Beside(tuple(files), tuple(warnings), (*notes, *_not_looked_into(kept)))
+        kept = _with_trainers_rng(kept, ranks)
+        if (best := best_of(location)) is not None:
+            warnings.append(
+                f"trainer_state.json: with load_best_model_at_end, Trainer loads {shown(best)} "
+                "when training ends, and fails for other ranks or another stage. Reshard it too, "
+                "and write its new path to best_model_checkpoint"
+            )
+    if location.framework is Framework.ACCELERATE and ranks.before != ranks.after:
+        # They also count micro-batches: one rank would update too early, several wait forever.
+        kept = {name: path for name, path in kept.items() if not _ACCELERATE_RNG.fullmatch(name)}
+        warnings += _scheduler_counts(kept, ranks.before, step)
+    copied = {*kept.values()}
+    if left_out := sorted(name for name, path in found.items() if path not in copied):
+        notes.append(f"not copied (gathered weights, or of other ranks): {some(left_out, 4)}")
+    if pickles := sorted(name for name in kept if Path(name).suffix in _PICKLES):
+        notes.append(f"{some(pickles, 6)}: copied unchecked. Loading a pickle can run code")
+    files = {name: SideFile(name, origin=path) for name, path in sorted(kept.items())}
+    if location.framework is Framework.ZEXPORT and ranks.after and OPTIONS_FILE in kept:
+        files[OPTIONS_FILE] = _for_train(kept[OPTIONS_FILE], ranks.after, stage, ds_config)
+    return Beside(tuple(files.values()), tuple(warnings), tuple(notes))
 
 
 def _around(location: Location) -> Iterator[Path]:
@@ -105,71 +107,26 @@ def _around(location: Location) -> Iterator[Path]:
                 yield file
 
 
-def _trainers_rng(kept: dict[str, Path], ranks: Ranks) -> tuple[dict[str, Path], list[str]]:
+def _with_trainers_rng(kept: dict[str, Path], ranks: Ranks) -> dict[str, Path]:
     """Return Trainer's random states under the names that it loads: no number for one rank."""
     states = {int(match[1] or 0): name for name in kept if (match := _TRAINER_RNG.fullmatch(name))}
-    if not states:
-        return kept, []
     if ranks.after is None:
-        return kept, [
-            f"{some(sorted(states.values()), 4)}: random states of {ranks.before} "
-            f"rank{'s' * (ranks.before != 1)}; another number of ranks begins with its seed"
-        ]
+        return kept
     new = {
         "rng_state.pth" if ranks.after == 1 else f"rng_state_{rank}.pth": kept[name]
         for rank, name in states.items()
         if rank < min(ranks.before, ranks.after)  # others are of another run
     }
-    rest = {name: path for name, path in kept.items() if name not in states.values()}
-    lacking = ranks.after - len(new)
-    told = [
-        f"for {lacking} of {ranks.after} ranks there is no random state to copy: a rank without "
-        "one begins with that of its seed"
-    ]
-    return rest | new, told if lacking > 0 else []
+    return {name: path for name, path in kept.items() if name not in states.values()} | new
 
 
-def _of_best(location: Location) -> Iterator[str]:
-    """Yield a warning: Trainer loads its best checkpoint for the present ranks and stage."""
-    if (best := best_of(location)) is not None:
-        yield (
-            f"trainer_state.json names the best checkpoint so far ({shown(best)}): with "
-            "load_best_model_at_end, Trainer loads it when it ends, and fails where that is for "
-            "other ranks or another stage. Reshard that, too, and let best_model_checkpoint in "
-            "OUT's trainer_state.json name the result"
-        )
-
-
-def _without_accelerates_rng(
-    kept: dict[str, Path], ranks: Ranks
-) -> tuple[dict[str, Path], list[str]]:
-    """Return the files without random states if ranks change: they also count micro-batches.
-
-    One rank would update too early, and several would wait for each other forever.
-    """
-    states = [name for name in kept if _ACCELERATE_RNG.fullmatch(name)]
-    if not states or ranks.before == ranks.after:
-        return kept, []
-    rest = {name: path for name, path in kept.items() if name not in states}
-    return rest, [
-        f"{some(states, 4)}: not copied, since Accelerate keeps the count of micro-batches in "
-        "them, which another number of ranks has otherwise; random states begin with their seed"
-    ]
-
-
-def _scheduler_counts(kept: Mapping[str, Path], ranks: Ranks, step: int | None) -> Iterator[str]:
+def _scheduler_counts(kept: Mapping[str, Path], ranks: int, step: int | None) -> Iterator[str]:
     """Yield a warning for Accelerate's schedulers that count ranks times updates."""
-    if ranks.before == ranks.after or not step:
-        return
-    there = f"{step:,} times their number on others"
-    if ranks.after is not None:
-        there = f"{step * ranks.after:,} on {ranks.after:,} ranks"
-    for name in sorted(kept):
-        if _SCHEDULER.fullmatch(name) and _last_epoch(kept[name]) == step * ranks.before:
+    for name, path in sorted(kept.items()):
+        if step and _SCHEDULER.fullmatch(name) and _last_epoch(path) == step * ranks:
             yield (
-                f"{name} counts ranks x updates ({step * ranks.before:,} = {ranks.before:,} x "
-                f"{step:,}) and is copied as it is: a schedule made for all ranks' steps stands at "
-                f"{there}"
+                f"{name} counts ranks x updates ({ranks:,} x {step:,} = {step * ranks:,}) and is "
+                "copied unchanged: on other ranks, the schedule continues at another point"
             )
 
 
@@ -182,37 +139,13 @@ def _last_epoch(path: Path) -> object:
 
 
 def _for_train(
-    file: SideFile,
-    world_size: int | None,
-    stage: int | None,
-    ds_config: Mapping[str, object] | None,
+    path: Path, world_size: int, stage: int | None, ds_config: Mapping[str, object] | None
 ) -> SideFile:
-    """Return the options of ``zexport train`` for the new ranks; other files as they are.
-
-    A config given for the target replaces its ``ds_config``, which is what was typed.
-    """
-    if file.filename != OPTIONS_FILE or file.origin is None or world_size is None:
-        return file
-    options = read_json_object(file.origin)
-    typed = options.get("ds_config") if ds_config is None else without_auto(ds_config)
-    changed: dict[str, object] = {"world_size": world_size, "ds_config": _at_stage(typed, stage)}
-    changed |= {} if stage is None else {"stage": stage}
-    return SideFile(OPTIONS_FILE, (json.dumps({**options, **changed}, indent=2) + "\n").encode())
-
-
-def _at_stage(config: object, stage: int | None) -> object:
-    """Return a config with the stage, if it states one."""
+    """Return the options of ``zexport train``, for the new ranks and a config given for them."""
+    options = read_json_object(path)
+    config: object = options.get("ds_config") if ds_config is None else without_auto(ds_config)
     zero = config.get("zero_optimization") if isinstance(config, dict) else None
-    if not isinstance(config, dict) or not isinstance(zero, dict) or "stage" not in zero:
-        return config
-    return {**config, "zero_optimization": {**zero, "stage": stage}}
-
-
-def _not_looked_into(names: Iterable[str]) -> list[str]:
-    pickles = sorted(name for name in names if Path(name).suffix in _PICKLES)
-    if not pickles:
-        return []
-    return [
-        f"copied as they are, without being looked into ({some(pickles, 6)}): pickles, which can "
-        "run code when something loads them"
-    ]
+    if isinstance(config, dict) and isinstance(zero, dict) and "stage" in zero:
+        config = {**config, "zero_optimization": {**zero, "stage": stage}}
+    changed = {"world_size": world_size, "ds_config": config, "stage": stage}
+    return SideFile(OPTIONS_FILE, (json.dumps({**options, **changed}, indent=2) + "\n").encode())

@@ -34,10 +34,6 @@ class ModuleEntry(Struct, frozen=True):
     is_placeholder: bool
     is_parameter: bool
 
-    @property
-    def dtype(self) -> DType:
-        return self.ref.dtype
-
 
 def module_entries(cell: Cell) -> dict[str, ModuleEntry]:
     """Return the entries of the module's state dict by the name in the file.
@@ -84,18 +80,18 @@ class ModelFiles:
         settings: TargetSettings,
         dropped: Collection[str] = (),
     ) -> None:
-        self._cell = cell
+        self._cell, self._settings, self._dropped = cell, settings, dropped
         self._said, _ = records_of(cell)
-        self._settings = settings
         self._shapes = [
             Ordered((one.name, _size(one.shape)) for one in group) for group in flat_groups
         ]
         values, file = self._said.values, self._said.file
         self._carried = written(self._said, {*OF_LAYOUT, *dropped})
-        self._dropped = dropped
         self._config = settings.put_into(with_leaves(values.get("ds_config"), file))
         self._leaves: dict[tuple[str, DType], TensorLeaf] = {}
         self._module = self._made_module()  # the same in the files of all ranks
+        ties = values.get("shared_params")  # recorded; aliases are what the module shows
+        self._ties = Ordered({**(ties if isinstance(ties, dict) else {}), **cell.aliases})
         self._has_table = cell.frozen is not None and settings.stage != 1
         self._frozen: dict[str, TensorLeaf] = {}
         self._striped: dict[str, Stripes] = {}
@@ -121,7 +117,7 @@ class ModelFiles:
             "param_shapes": self._shapes,
             "frozen_param_shapes": shapes if self._has_table else None,
             "frozen_param_fragments": self._fragments(rank) if self._has_table else None,
-            "shared_params": self._ties() if rank == 0 else Ordered(),
+            "shared_params": self._ties if rank == 0 else Ordered(),
             "dp_world_size": self._settings.world_size,
             "ds_config": self._config,
         }
@@ -157,7 +153,8 @@ class ModelFiles:
         return made
 
     def _entry(self, name: str, entry: ModuleEntry) -> TensorLeaf:
-        own, key = self._cell.parameters.get(entry.owner), (entry.owner, entry.dtype)
+        own, ref = self._cell.parameters.get(entry.owner), entry.ref
+        key = (entry.owner, ref.dtype)
         if entry.is_placeholder and own is None:
             raise FrozenLeftOutError(
                 f"no values of {name!r}, which the module names",
@@ -165,11 +162,10 @@ class ModelFiles:
                 hint="Save again with all weights, and reshard that checkpoint",
             )
         if self._settings.stage == ZERO3 and entry.is_parameter:
-            return TensorLeaf((0,), entry.dtype, Zeros(0), entry.dtype)
+            return TensorLeaf((0,), ref.dtype, Zeros(0), ref.dtype)
         if key not in self._leaves and own is not None and entry.is_placeholder:
-            self._leaves[key] = _whole(own, own.value_slot, entry.dtype)
+            self._leaves[key] = _whole(own, own.value_slot, ref.dtype)
         elif key not in self._leaves:
-            ref = entry.ref
             source = self._said.file.source(ref)
             self._leaves[key] = TensorLeaf(ref.shape, ref.dtype, source, ref.dtype)
         return self._leaves[key]
@@ -182,11 +178,6 @@ class ModelFiles:
             (name, flat_leaf(Stripe(self._striped[name], rank), one.dtype))
             for name, one in self._frozen.items()
         )
-
-    def _ties(self) -> Ordered:
-        """Return the recorded tied names, and those that the source's module shows."""
-        recorded = self._said.values.get("shared_params")
-        return Ordered({**(recorded if isinstance(recorded, dict) else {}), **self._cell.aliases})
 
 
 @cache

@@ -16,7 +16,7 @@ from zexport.ranges.dtypes import DType
 from zexport.resharding.model_files import ModelFiles
 from zexport.resharding.optimizer_files import Place, flatten, optimizer_value
 from zexport.resharding.settings import TargetSettings
-from zexport.resharding.values import carried_files, records_of, with_leaves
+from zexport.resharding.values import copied_files, records_of
 
 _OF_ADAGRAD = "initial_accumulator_value"
 """A setting that only torch's Adagrad has."""
@@ -32,15 +32,18 @@ def native_files(
     kind = FileKind.MODEL_PER_RANK if is_zero3 else FileKind.MODEL
     prefix = "bf16_" if settings.is_bf16 else ""
     experts = () if is_zero3 else (FileKind.EXPERT,)  # ZeRO-3 has experts in the rank files
-    for file in carried_files(state, FileKind.PIPELINE_LAYER, *experts):
-        yield plan_torch_file(f"{tag}/{file.path.name}", with_leaves(file.value, file))
+    yield from copied_files(state, tag, FileKind.PIPELINE_LAYER, *experts)
     has_expert_files = any(one.kind is FileKind.EXPERT for one in state.files)
     for cell in state.cells:
         if not (is_zero3 or has_expert_files):
             yield from _expert_files(cell, state.zero[cell.index].first, tag)
         groups = flatten(cell, settings)
         models = ModelFiles(cell, [flat.parameters for flat in groups], settings, dropped)
-        places = _places(cell, settings)
+        # Source: DeepSpeed 0.19.8, utils/groups.py (_create_expert_and_data_parallel).
+        is_blocks = settings.is_data_before_experts
+        sets = sharing_ranks(cell.expert_ranks, settings.world_size, is_blocks=is_blocks)
+        sharing = sets[cell.expert_rank]
+        places = [Place(rank, sharing, settings.world_size) for rank in sharing]
         for place in places if is_zero3 else (one for one in places if one.rank == 0):
             name = rank_file_name(kind, place.rank, cell.index)
             yield plan_torch_file(f"{tag}/{name}", models.value(place))
@@ -64,32 +67,18 @@ def _expert_files(cell: Cell, model: ModelStates, tag: str) -> Iterator[FilePlan
             yield plan_torch_file(f"{tag}/{name}", content)
 
 
-def _places(cell: Cell, settings: TargetSettings) -> list[Place]:
-    """Return the ranks of a cell: all, or those of one expert-parallel rank.
-
-    Source: DeepSpeed 0.19.8, ``utils/groups.py`` (``_create_expert_and_data_parallel``).
-    """
-    is_blocks = settings.is_data_before_experts
-    sets = sharing_ranks(cell.expert_ranks, settings.world_size, is_blocks=is_blocks)
-    sharing = sets[cell.expert_rank]
-    return [Place(rank, sharing, settings.world_size) for rank in sharing]
-
-
 def _check_adagrad(state: TrainingState, settings: TargetSettings) -> None:
-    """Raise for torch's Adagrad under ZeRO-3, where DeepSpeed does not load what it saves either.
+    """Raise for torch's Adagrad under ZeRO-3, which does not load its own states of it either.
 
     It creates the optimizer again from its flat groups, and adds them a second time on loading.
     Source: DeepSpeed 0.19.8, ``runtime/zero/stage3.py`` (``initialize_optimizer_states``,
     ``_rigid_load_state_dict``).
     """
-    said = (
-        group.settings.values for cell in state.cells for group in cell.groups if group.settings
-    )
-    if settings.stage == ZERO3 and any(_OF_ADAGRAD in one for one in said):
+    recorded = (one.settings for cell in state.cells for one in cell.groups if one.settings)
+    if settings.stage == ZERO3 and any(_OF_ADAGRAD in one.values for one in recorded):
         raise UsageError(
             "DeepSpeed cannot resume torch's Adagrad under ZeRO-3: it loads none of its states",
             path=records_of(state.cells[0])[1].file.path,
-            found=f"{_OF_ADAGRAD} in a parameter group",
             hint="Pass --stage 2, or --stage 1",
         )
 
@@ -100,8 +89,7 @@ def _check_experts(state: TrainingState, settings: TargetSettings) -> None:
     Each expert-parallel rank keeps its experts: a partition has one rank's experts of several
     layers end to end, and with another size DeepSpeed would create other groups.
     """
-    degree = state.cells[0].expert_ranks
-    if settings.world_size % degree:
+    if settings.world_size % (degree := state.cells[0].expert_ranks):
         raise UsageError(
             "--world-size does not fit the expert-parallel size, which cannot change",
             path=records_of(state.cells[0])[0].file.path,

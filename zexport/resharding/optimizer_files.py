@@ -34,7 +34,6 @@ from zexport.resharding.values import (
 )
 
 _INNER = "optimizer_state_dict"
-_AS_SAVED = "Reshard to the stage and settings that the checkpoint was saved with"
 
 
 class Place(Struct, frozen=True):
@@ -59,13 +58,9 @@ class FlatTarget(Struct, frozen=True):
 
     group: Group
     parameters: tuple[Parameter, ...]
+    numel: int
     whole: Mapping[str, Stripes | Chain]
     dtypes: Mapping[str, DType]
-
-    @property
-    def numel(self) -> int:
-        """Elements without padding."""
-        return sum(prod(one.shape) for one in self.parameters)
 
 
 def flatten(cell: Cell, settings: TargetSettings) -> list[FlatTarget]:
@@ -74,30 +69,27 @@ def flatten(cell: Cell, settings: TargetSettings) -> list[FlatTarget]:
     for group in cell.groups:
         parameters = tuple(cell.parameters[name] for name in group.names)
         ranks = settings.world_size // (cell.expert_ranks if group.of_experts else 1)
-        if settings.stage != ZERO3:
-            if settings.is_dealt_out:
-                order = round_robin_order(len(parameters), ranks)
-                parameters = tuple(parameters[index] for index in order)
-            found.append(_end_to_end(group, parameters, ranks, path))
-            continue
-        numels = [prod(one.shape) for one in parameters]
-        found += [
-            _striped(group, parameters[own.start : own.stop], ranks, path)
-            for own in _sub_groups(numels, ranks, settings.sub_group_size)
-            if own
-        ]
+        if settings.is_dealt_out:
+            order = round_robin_order(len(parameters), ranks)
+            parameters = tuple(parameters[index] for index in order)
+        runs = [range(len(parameters))]
+        if settings.stage == ZERO3:
+            partitions = [partition_numel(prod(one.shape), ranks) for one in parameters]
+            runs = [run for run in _sub_groups(partitions, settings.sub_group_size) if run]
+        for run in runs:
+            own = parameters[run.start : run.stop]
+            found.append(_flat_target(group, own, ranks, settings.stage, path))
     return found
 
 
-def _sub_groups(numels: Sequence[int], world_size: int, size: int) -> list[range]:
-    """Return which parameters, with so many elements each, are a sub-group of ZeRO-3.
+def _sub_groups(partitions: Sequence[int], size: int) -> list[range]:
+    """Return which parameters, with partitions of so many elements, are a sub-group of ZeRO-3.
 
     A sub-group is full once a rank's partitions reach ``size`` elements. Source: DeepSpeed 0.10 to
     0.19, ``runtime/zero/stage3.py`` (``_create_fp16_sub_groups``).
     """
-    partitions = [partition_numel(numel, world_size) for numel in numels]
     if size >= sum(partitions):
-        return [range(len(numels))]
+        return [range(len(partitions))]
     found, begin, held = [], 0, 0
     for index, numel in enumerate(partitions):
         held += numel
@@ -107,51 +99,39 @@ def _sub_groups(numels: Sequence[int], world_size: int, size: int) -> list[range
     return found
 
 
-def _striped(
-    group: Group, parameters: tuple[Parameter, ...], world_size: int, path: Path
+def _flat_target(
+    group: Group, parameters: tuple[Parameter, ...], ranks: int, stage: int, path: Path
 ) -> FlatTarget:
-    whole, dtypes = {}, _dtypes(parameters, path)
-    numels = [partition_numel(prod(one.shape), world_size) for one in parameters]
+    """Return the parameters as a flat group for so many ranks."""
+    numels, dtypes = [prod(one.shape) for one in parameters], _dtypes(parameters, path)
+    padding = flat_partition_numel(sum(numels), ranks) * ranks - sum(numels)
+    whole: dict[str, Stripes | Chain] = {}
     for slot, dtype in dtypes.items():
-        sources = tuple(source_of(one, slot) for one in parameters)
-        whole[slot] = Stripes(sources, tuple(numel * dtype.itemsize for numel in numels))
-    return FlatTarget(group, parameters, whole, dtypes)
-
-
-def _end_to_end(
-    group: Group, parameters: tuple[Parameter, ...], world_size: int, path: Path
-) -> FlatTarget:
-    numel, dtypes = sum(prod(one.shape) for one in parameters), _dtypes(parameters, path)
-    padding = flat_partition_numel(numel, world_size) * world_size - numel
-    whole = {}
-    for slot, dtype in dtypes.items():
-        sources = [source_of(one, slot) for one in parameters]
-        whole[slot] = Chain((*sources, Zeros(padding * dtype.itemsize)))
-    return FlatTarget(group, parameters, whole, dtypes)
+        size, sources = dtype.itemsize, tuple(source_of(one, slot) for one in parameters)
+        if stage == ZERO3:
+            stripes = tuple(partition_numel(numel, ranks) * size for numel in numels)
+            whole[slot] = Stripes(sources, stripes)
+        else:
+            whole[slot] = Chain((*sources, Zeros(padding * size)))
+    return FlatTarget(group, parameters, sum(numels), whole, dtypes)
 
 
 def _dtypes(parameters: Sequence[Parameter], path: Path) -> dict[str, DType]:
     """Return the dtype of every slot; all parameters of a flat group have the same."""
     found = slots_of(parameters[0]) if parameters else {MASTER: DType.F32}
     for one in parameters:
-        own = slots_of(one)
-        if own.keys() != found.keys():
-            raise UnsupportedError(
-                f"{one.name!r} has other optimizer states than the rest of its group",
-                path=path,
-                found=", ".join(own),
-                expected=", ".join(found),
-                hint=_AS_SAVED,
+        if (own := slots_of(one)) != found:
+            states, expected = (
+                ", ".join(f"{slot} {dtype.torch_name}" for slot, dtype in slots.items())
+                for slots in (own, found)
             )
-        for slot, dtype in own.items():
-            if dtype is not found[slot]:
-                raise UnsupportedError(
-                    f"optimizer state {slot!r} has several dtypes within one group",
-                    path=path,
-                    found=f"{dtype.torch_name} of {one.name!r}",
-                    expected=found[slot].torch_name,
-                    hint=_AS_SAVED,
-                )
+            raise UnsupportedError(
+                f"optimizer states of {one.name!r} differ from those of its group",
+                path=path,
+                found=states,
+                expected=expected,
+                hint="Reshard to the stage and settings that the checkpoint was saved with",
+            )
     return found
 
 
@@ -207,7 +187,7 @@ def _number(said: Recorded, key: str) -> object:
     return value
 
 
-class _Partition:
+class _Partition(Struct, frozen=True):
     """One rank's partition of every flat group, as the optimizer saves it.
 
     Source: DeepSpeed 0.19.8, ``runtime/zero/stage3.py`` (``_rigid_load_state_dict``),
@@ -215,48 +195,47 @@ class _Partition:
     (``_load_legacy_checkpoint``): what these read, and no more.
     """
 
-    def __init__(
-        self,
-        cell: Cell,
-        groups: Sequence[FlatTarget],
-        settings: TargetSettings,
-        place: Place,
-        said: Recorded,
-    ) -> None:
-        self._cell = cell
-        self._flat = groups
-        self._settings = settings
-        self._place = place
-        self._said = said
+    cell: Cell
+    flat: Sequence[FlatTarget]
+    settings: TargetSettings
+    place: Place
+    said: Recorded
 
     def zero3(self) -> dict[object, object]:
         """Return the partition of every sub-group; a loss scaler must be there."""
-        shared = any(flat.group.of_experts for flat in self._flat)
+        shared = any(flat.group.of_experts for flat in self.flat)
         return {
             "zero_stage": ZERO3,
-            "loss_scaler": loss_scaler(self._said) or static_loss_scaler(),
-            "dynamic_loss_scale": _number(self._said, "dynamic_loss_scale"),
-            "overflow": _number(self._said, "overflow"),
-            "partition_count": self._settings.world_size,
+            "loss_scaler": loss_scaler(self.said) or static_loss_scaler(),
+            "dynamic_loss_scale": _number(self.said, "dynamic_loss_scale"),
+            "overflow": _number(self.said, "overflow"),
+            "partition_count": self.settings.world_size,
             **({"ds_zero_partition_groups": [*self._sharing()]} if shared else {}),
             "optimizer_state_dict": self._optimizer(),
-            "fp32_flat_groups": [self._leaf(flat, MASTER) for flat in self._flat],
+            "fp32_flat_groups": [self._leaf(flat, MASTER) for flat in self.flat],
         }
 
     def zero12(self) -> dict[object, object]:
-        """Return the partition of every group, without padding unless BF16_Optimizer loads it."""
-        is_padded = self._settings.is_bf16_optimizer
-        paddings = [self._padding(flat) for flat in self._flat]
+        """Return the partition of every group, without padding unless BF16_Optimizer loads it.
+
+        BF16_Optimizer has neither stage nor scaler.
+        """
+        is_plain = not self.settings.is_bf16_optimizer
+        paddings = [self._padding(flat) for flat in self.flat]
+        kept: dict[object, object] = {"zero_stage": self.settings.stage} if is_plain else {}
+        kept |= kept_of_run(self.said, is_scaled=is_plain)
+        if info := self.said.values.get("universal_checkpoint_info"):
+            kept["universal_checkpoint_info"] = with_leaves(info, self.said.file)
         return {
-            **self._kept(),
+            **kept,
             "base_optimizer_state": self._optimizer(),
             "single_partition_of_fp32_groups": [
-                self._leaf(flat, MASTER, 0 if is_padded else padding)
-                for flat, padding in zip(self._flat, paddings, strict=True)
+                self._leaf(flat, MASTER, padding if is_plain else 0)
+                for flat, padding in zip(self.flat, paddings, strict=True)
             ],
             "group_paddings": paddings,
-            "partition_count": [self._place.of(flat.group)[1] for flat in self._flat],
-            "ds_version": version_in(self._said),
+            "partition_count": [self.place.of(flat.group)[1] for flat in self.flat],
+            "ds_version": version_in(self.said),
         }
 
     def _sharing(self) -> Iterator[dict[object, object]]:
@@ -265,50 +244,41 @@ class _Partition:
         Source: DeepSpeed 0.19.8, ``runtime/zero/stage3.py`` (``_zero3_partition_group_metadata``)
         and ``module_inject/auto_ep_layer.py`` (``ds_zero_placement_family``).
         """
-        ranks = range(self._settings.world_size)
-        for number, group in enumerate(flat.group for flat in self._flat):
-            part, count = self._place.of(group)
+        ranks = range(self.settings.world_size)
+        for number, group in enumerate(flat.group for flat in self.flat):
+            part, count = self.place.of(group)
             ep_size = len(ranks) // count
             yield {
                 "sub_group": number,
                 "partition_count": count,
                 "partition_rank": part,
-                "partition_ranks": [*(self._place.sharing if group.of_experts else ranks)],
+                "partition_ranks": [*(self.place.sharing if group.of_experts else ranks)],
                 "families": ["autoep_expert" if group.of_experts else "replicated"],
                 "group_names": [f"ep_size_{ep_size}" if group.of_experts else "replicated"],
             }
 
     def _padding(self, flat: FlatTarget) -> int:
         """Return the padding elements in the partition; a small group has many."""
-        number, count = self._place.of(flat.group)
+        number, count = self.place.of(flat.group)
         full = flat_partition_numel(flat.numel, count)
         return min(full, max(0, (number + 1) * full - flat.numel))
 
-    def _kept(self) -> dict[object, object]:
-        """Return state of the run besides tensors; BF16_Optimizer has neither stage nor scaler."""
-        is_plain = not self._settings.is_bf16_optimizer
-        kept: dict[object, object] = {"zero_stage": self._settings.stage} if is_plain else {}
-        kept |= kept_of_run(self._said, is_scaled=is_plain)
-        if info := self._said.values.get("universal_checkpoint_info"):
-            kept["universal_checkpoint_info"] = with_leaves(info, self._said.file)
-        return kept
-
     def _optimizer(self) -> dict[object, object]:
         """Return the state of the wrapped optimizer, which numbers flat groups."""
-        states = [self._state(flat) for flat in self._flat]
+        states = {number: self._state(flat) for number, flat in enumerate(self.flat)}
         groups = []
-        for group in self._cell.groups:
+        for group in self.cell.groups:
             if group.settings is None:
                 raise DamagedCheckpointError(
                     "settings of the parameter groups are not recorded",
-                    path=self._said.file.path,
+                    path=self.said.file.path,
                     expected="param_groups",
                     hint="Save again without elastic_checkpoint, or start anew from an export",
                 )
-            own = [number for number, flat in enumerate(self._flat) if flat.group is group]
+            own = [number for number, flat in enumerate(self.flat) if flat.group is group]
             groups.append({**written(group.settings), "params": own})
         return {
-            "state": {number: state for number, state in enumerate(states) if state},
+            "state": {number: state for number, state in states.items() if state},
             "param_groups": groups,
         }
 
@@ -316,16 +286,15 @@ class _Partition:
         """Return the optimizer states of one flat group, with scalars of its own."""
         settings = {} if flat.group.settings is None else flat.group.settings.values
         found = written(flat.group.scalars)
-        for slot in flat.whole:
-            if slot != MASTER:
-                is_whole = self._settings.stage != ZERO3 and is_per_parameter(settings, slot)
-                found[slot] = self._touching(flat, slot) if is_whole else self._leaf(flat, slot)
+        for slot in (one for one in flat.whole if one != MASTER):
+            is_whole = self.settings.stage != ZERO3 and is_per_parameter(settings, slot)
+            found[slot] = self._touching(flat, slot) if is_whole else self._leaf(flat, slot)
         return found
 
     def _leaf(self, flat: FlatTarget, slot: str, padding: int = 0) -> TensorLeaf:
         """Return the partition of one slot, without its last ``padding`` elements."""
         dtype, whole = flat.dtypes[slot], flat.whole[slot]
-        number, count = self._place.of(flat.group)
+        number, count = self.place.of(flat.group)
         if isinstance(whole, Stripes):
             return flat_leaf(Stripe(whole, number), dtype)
         full, size = flat_partition_numel(flat.numel, count), dtype.itemsize
@@ -333,7 +302,7 @@ class _Partition:
 
     def _touching(self, flat: FlatTarget, slot: str) -> TensorLeaf:
         """Return one slot of every parameter that is partly in the partition, whole."""
-        number, count = self._place.of(flat.group)
+        number, count = self.place.of(flat.group)
         full = flat_partition_numel(flat.numel, count)
         found, offset = [], 0
         for one in flat.parameters:

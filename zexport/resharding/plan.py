@@ -10,14 +10,9 @@ from msgspec import UNSET, Struct, UnsetType
 
 from zexport.checkpoint.boxes import state_replicas
 from zexport.checkpoint.resolve import Framework
-from zexport.checkpoint.state import Role, TrainingState, raise_problems
-from zexport.checkpoint.zero.records import ZERO3
+from zexport.checkpoint.state import TrainingState, raise_problems
 from zexport.decide import CheckpointRecord, recorded_warnings
-from zexport.errors import (
-    UnsafeError,
-    UnsupportedError,
-    UsageError,
-)
+from zexport.errors import UnsafeError, UnsupportedError, UsageError
 from zexport.options import CheckMode, ReshardOptions, ResumeFormat
 from zexport.plan.plan import ExportPlan, FilePlan, Form, Origin, SideFile, SourceFile
 from zexport.plan.summary import share_memory
@@ -25,12 +20,12 @@ from zexport.printable import some
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import ByteSource, paths_of
 from zexport.ranges.replicas import CastReplica, Replica
-from zexport.resharding.changes import batch_of, describe_config_changes, told_of_batch
+from zexport.resharding.changes import batch_of, describe_batch_change, describe_config_changes
 from zexport.resharding.folders import Beside, Ranks, beside
 from zexport.resharding.loaders import HOW_TO_LOAD, check_loadable, lost_in_loading
-from zexport.resharding.model_files import keeps_own, module_entries
+from zexport.resharding.model_files import keeps_own
 from zexport.resharding.native_files import native_files
-from zexport.resharding.resumable import MEASURED, resumable
+from zexport.resharding.resumable import resumable
 from zexport.resharding.settings import (
     Settings,
     TargetSettings,
@@ -41,20 +36,17 @@ from zexport.resharding.settings import (
     source_config,
 )
 from zexport.resharding.universal_files import universal_files, whole_of
-from zexport.resharding.values import binding, records_of, slots_of, unwritable
+from zexport.resharding.values import binding, records_of, unwritable
 from zexport.run.manifest import Manifest
 from zexport.store.address import place
 from zexport.store.contents import read_json_object
-from zexport.store.json import JsonObject, values_of
+from zexport.store.json import values_of
 from zexport.weights.proof import Accounting, account
 
 _BY_ORDER = (
-    "the optimizer's states are numbered, and are taken to be of the weights in the model's order: "
-    "where the optimizer was given them in another, resume the run with ZeRO stage 1, save, and "
-    "reshard that"
+    "optimizer states are numbered, and matched to weights in the model's order. If the optimizer "
+    "was given another order, resume with ZeRO stage 1, save, and reshard that"
 )
-_BY_NORMS = frozenset({*MEASURED, "variance"})
-"""Slots of optimizers whose steps depend on norms of a partition (also torch's Adafactor)."""
 
 
 class ReshardProvenance(Struct, frozen=True):
@@ -80,29 +72,22 @@ class ReshardProvenance(Struct, frozen=True):
     warnings: tuple[str, ...] | UnsetType = UNSET
 
 
-class Decided(Struct, frozen=True):
-    """Recorded decisions of a resharding, for planning it again."""
-
-    settings: Settings
-    ds_config: Mapping[str, object] | None
-
-
 def plan_reshard(
     checkpoint: TrainingState,
     out_dir: Path | str,
     options: ReshardOptions,
-    decided: Decided | None = None,
+    decided: tuple[Settings, Mapping[str, object] | None] | None = None,
 ) -> ExportPlan:
     """Plan a resharding; nothing is written.
 
-    ``decided`` replaces what options say.
+    ``decided``, recorded settings and DeepSpeed config, replaces what options say.
     """
     given: Mapping[str, object] | None
     if decided is None:
         settings, told = _settled(checkpoint, options)
         given = values_of(read_json_object(options.ds_config)) if options.ds_config else None
     else:
-        settings, told, given = decided.settings, (), decided.ds_config
+        (settings, given), told = decided, ()
     findings = raise_problems(checkpoint, options.allow)
     checkpoint = resumable(checkpoint)
     if not checkpoint.cells:
@@ -116,9 +101,18 @@ def plan_reshard(
     files = _planned(checkpoint, settings, dropped)
     jobs, chunk_nbytes = share_memory(options, files)
     around = _around(checkpoint, settings, given)
-    warned = (*told, *_told(checkpoint, settings, dropped), *around.warnings)
+    warned = (*told, *_lost(checkpoint, settings, dropped), *around.warnings)
     wholes = (checkpoint.whole,) if isinstance(settings, UniversalSettings) else ()
     replicas = (*checkpoint.replicas, *state_replicas((*checkpoint.cells, *wholes)))
+    provenance = ReshardProvenance(
+        checkpoint=CheckpointRecord.of(checkpoint),
+        settings=settings if isinstance(settings, TargetSettings) else None,
+        universal=settings if isinstance(settings, UniversalSettings) else None,
+        ds_config=given,
+        dropped=dropped,
+        accounting=account(checkpoint, checkpoint.tensors),
+        warnings=recorded_warnings(warned),
+    )
     return ExportPlan(
         out_dir=place(out_dir),
         origin=Origin.of(checkpoint),
@@ -130,7 +124,7 @@ def plan_reshard(
         check=options.check,
         allow=options.allow,
         findings=findings,
-        provenance=_provenance(checkpoint, settings, given, dropped, warned),
+        provenance=values_of(provenance),
         warnings=(*checkpoint.newer, *checkpoint.warnings, *warned),
         notes=(*checkpoint.notes, *around.notes),
         overwrite=options.overwrite,
@@ -146,7 +140,7 @@ def _settled(
         return settle_universal(checkpoint, options)
     if options.for_deepspeed is not None:
         raise UsageError(
-            "--for-deepspeed is of universal checkpoints alone: every version loads rank files",
+            "--for-deepspeed is only for universal checkpoints; every version loads rank files",
             hint="Leave it out, or add --format universal",
         )
     return settle(checkpoint, options)
@@ -155,26 +149,18 @@ def _settled(
 def _planned(
     checkpoint: TrainingState, settings: Settings, dropped: Collection[str]
 ) -> tuple[FilePlan, ...]:
-    tag = checkpoint.location.tag
-    with binding(checkpoint):
-        if isinstance(settings, TargetSettings):
-            files = native_files(checkpoint, settings, tag, dropped)
-            return _written(checkpoint, files, dropped)
-        whole = whole_of(checkpoint)
-        check_loadable(checkpoint.cells, settings)
-        files = universal_files(checkpoint, whole, settings, tag, dropped)
-        return _written(checkpoint, files, dropped)
-
-
-def _written(
-    checkpoint: TrainingState, files: Iterable[FilePlan], dropped: Collection[str]
-) -> tuple[FilePlan, ...]:
     """Return all files; name the key of what cannot be written safely besides client state.
 
     This may be a module's extra state, or the state of a user's own scheduler.
     """
+    tag = checkpoint.location.tag
     try:
-        return tuple(files)
+        with binding(checkpoint):
+            if isinstance(settings, TargetSettings):
+                return tuple(native_files(checkpoint, settings, tag, dropped))
+            whole = whole_of(checkpoint)
+            check_loadable(checkpoint.cells, settings)
+            return tuple(universal_files(checkpoint, whole, settings, tag, dropped))
     except UnsafeError as error:
         if error.path is not None:
             raise
@@ -211,43 +197,39 @@ def plan_again(
         check=check,
     )
     given = msgspec.convert(manifest.provenance.get("ds_config"), dict[str, object] | None)
-    return plan_reshard(checkpoint, out_dir, options, Decided(settings, given))
+    return plan_reshard(checkpoint, out_dir, options, (settings, given))
 
 
 def _around(
-    checkpoint: TrainingState,
-    settings: Settings,
-    given: Mapping[str, object] | None,
+    checkpoint: TrainingState, settings: Settings, given: Mapping[str, object] | None
 ) -> Beside:
-    """Return the other files of the folder, with notes on what changes for the run."""
+    """Return the other files of the folder, with warnings and notes on what changes for the run."""
     location, before = checkpoint.location, _ranks_before(checkpoint)
     models = (checkpoint.ranks or before) // before
-    typed: Mapping[str, object] | None = given
-    config, groups = source_config(checkpoint), checkpoint.cells[0].groups
-    is_complete = location.framework is Framework.DEEPSPEED
-    told: tuple[tuple[bool, str], ...] = ()
+    config, typed = source_config(checkpoint), given
+    warnings, notes = list[str](), list[str]()
     if checkpoint.stage == 0 and checkpoint.module_dtype is DType.F32:
-        told = ((False, _BY_ORDER),)
+        notes.append(_BY_ORDER)
     if given is not None:
-        told += tuple(describe_config_changes(given, config, groups, is_complete=is_complete))
+        is_complete = location.framework is Framework.DEEPSPEED
+        warnings += describe_config_changes(given, config, is_complete=is_complete)
     if isinstance(settings, UniversalSettings):
         ranks, stage, latest = Ranks(before * models, None), None, "latest_universal"
-        told += ((False, HOW_TO_LOAD),)
+        notes.append(HOW_TO_LOAD)
     else:
         ranks = Ranks(before * models, settings.world_size * models)
         stage, latest = settings.stage, "latest"
         typed = None if given is None else settings.typed(given, config)
-        if (before, checkpoint.stage) == (settings.world_size, settings.stage) and given is None:
-            same = f"ZeRO-{settings.stage} on {before:,} rank{'s' * (before != 1)}"
-            told += ((False, f"the checkpoint is of {same} already: this is a copy of it"),)
-        told += tuple(told_of_batch(batch_of(config, before), settings.world_size, given))
+        source = batch_of(config, before)
+        for warns, text in describe_batch_change(source, settings.world_size, given):
+            (warnings if warns else notes).append(text)
     steps = checkpoint.global_steps
     taken = None if steps is None else steps - checkpoint.skipped_steps
     found = beside(location, ranks, stage, taken, typed)
     return Beside(
         files=(*found.files, SideFile(latest, location.tag.encode())),
-        warnings=(*found.warnings, *(text for warns, text in told if warns)),
-        notes=(*found.notes, *(text for warns, text in told if not warns)),
+        warnings=(*found.warnings, *warnings),
+        notes=(*found.notes, *notes),
     )
 
 
@@ -289,59 +271,15 @@ def _sources(
     return tuple(SourceFile.of(file) for path, file in known.items() if path in read)
 
 
-def _provenance(
-    checkpoint: TrainingState,
-    settings: Settings,
-    given: Mapping[str, object] | None,
-    dropped: tuple[str, ...],
-    warned: tuple[str, ...],
-) -> JsonObject:
-    return values_of(
-        ReshardProvenance(
-            checkpoint=CheckpointRecord.of(checkpoint),
-            settings=settings if isinstance(settings, TargetSettings) else None,
-            universal=settings if isinstance(settings, UniversalSettings) else None,
-            ds_config=given,
-            dropped=dropped,
-            accounting=account(checkpoint, checkpoint.tensors),
-            warnings=recorded_warnings(warned),
-        )
-    )
-
-
-def _told(checkpoint: TrainingState, settings: Settings, dropped: tuple[str, ...]) -> Iterator[str]:
-    """Yield what the target does not have, or has differently."""
+def _lost(checkpoint: TrainingState, settings: Settings, dropped: tuple[str, ...]) -> Iterator[str]:
+    """Yield warnings about what the target does not have, or DeepSpeed does not load."""
     if dropped:
         yield f"left out, as it cannot be written safely: client state {', '.join(dropped)}"
     cells = (cell for cell in checkpoint.cells if not keeps_own(cell, settings))
     if differing := dict.fromkeys(str(key) for cell in cells for key in cell.differing):
         yield (
             f"client state and buffers differ between ranks ({some([*differing], 8)}): every rank "
-            "gets those of rank 0. Reshard to ZeRO-3 with as many ranks as before to keep each "
-            "rank's own"
+            "gets those of rank 0, except for ZeRO-3 with as many ranks as before"
         )
     if isinstance(settings, UniversalSettings):
         yield from lost_in_loading(checkpoint, settings)
-        return
-    if settings.stage == ZERO3 and checkpoint.stage in (0, 1):
-        known = checkpoint.parameters
-        unlisted = [
-            name
-            for cell in checkpoint.cells
-            for name, one in module_entries(cell).items()
-            if not one.is_parameter and one.owner in known and known[one.owner].role is Role.FROZEN
-        ]
-        if unlisted:  # ZeRO-0 and 1 do not record which tensors are parameters
-            yield (
-                f"{some(unlisted)}: written whole, like a buffer; if DeepSpeed reports a size "
-                "mismatch, it is a frozen weight. Resume once with ZeRO-2, save, and reshard that"
-            )
-    groups = [group for cell in checkpoint.cells for group in cell.groups]
-    kept = {name for group in groups for name in group.scalars.values}
-    trained = [one for cell in checkpoint.cells for one in cell.trained()]
-    kept |= {slot for one in trained for slot in slots_of(one)}
-    if of_partition := sorted(kept & _BY_NORMS):
-        yield (
-            f"the optimizer keeps {', '.join(of_partition)}, as one that steps by norms of each "
-            "rank's partition: later updates depend on the number of ranks"
-        )

@@ -188,37 +188,25 @@ def _check_groups(ranks: Ranks, flats: Mapping[int, FlatGroup]) -> None:
     model, owners = ranks.first, [one for one in ranks.owners if one is not None]
     first = owners[0]
     has_stepped = (model.steps or 0) > model.skipped_steps
-    every = [one.groups for one in owners]
+    every = [(one, one.groups) for one in owners]
     for owner in owners:
         _check_numbered(owner.inner)
     for at, group in enumerate(first.groups):
         numbers, settings = group.flat_groups, group.settings or {}
-        found = [
-            (one, own[at].settings or {})
-            for one, own in zip(owners, every, strict=True)
-            if at < len(own)
-        ]
+        found = [(one, own[at].settings or {}) for one, own in every if at < len(own)]
         _check_equal(f"setting {{!r}} of parameter group {at}", found)
         sharing = {n: flats[n].there if n in flats else owners for n in numbers}
         if len({*map(len, sharing.values())}) > 1:
-            raise UnsupportedError(
-                "a parameter group has experts and other weights",
-                path=first.file.path,
-                expected="separate groups, as DeepSpeed requires",
-                hint=SAME_RANKS,
-            )
+            problem = "a parameter group has experts and other weights"
+            raise UnsupportedError(problem, path=first.file.path, hint=SAME_RANKS)
         of_ranks = [(one, one.kept[n]) for n, own in sharing.items() for one in own]
         is_due = has_stepped and "betas" in settings and of_ranks
         if is_due and not any(kept.tensors for _, kept in of_ranks):
             raise _no_states(first.file.path)
         for owner, kept in of_ranks:
             if within := _tensors_within(kept):
-                raise UnsupportedError(
-                    f"optimizer state {within[0]!r} is inside another, such as blocks that "
-                    "begin anew on every rank, and cannot be resharded",
-                    path=owner.file.path,
-                    hint=SAME_RANKS,
-                )
+                problem = f"optimizer state {within[0]!r} is inside another"
+                raise UnsupportedError(problem, path=owner.file.path, hint=SAME_RANKS)
         states = [
             (one, {**kept.scalars, **dict.fromkeys(kept.tensors, "a tensor")})
             for one, kept in of_ranks
@@ -273,13 +261,8 @@ def _check_numbered(inner: PickleView) -> None:
 def _no_states(
     path: Path, problem: str = "optimizer states are missing"
 ) -> IncompleteCheckpointError:
-    """Return the error for a checkpoint with weights but without optimizer states."""
-    return IncompleteCheckpointError(
-        problem,
-        path=path,
-        expected="exp_avg, ... in addition to master weights",
-        hint="Reshard a checkpoint that has them, or start from an export's weights",
-    )
+    hint = "Reshard a checkpoint that has them, or start from an export's weights"
+    return IncompleteCheckpointError(problem, path=path, hint=hint)
 
 
 def _check_numbered_states(cell: Cell, file: TorchFile) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeAlias
 
@@ -81,12 +81,12 @@ class TargetSettings(Struct, frozen=True):
         A program that takes ``auto`` for DeepSpeed's default would read the flat data in another
         order.
         """
-        said = {key: _said(given[key], source.get(key)) for key in _LAYOUT if key in given}
-        return {str(key): value for key, value in self.put_into({**given, **said}).items()}
+        filled = {key: _filled(given[key], source.get(key)) for key in _LAYOUT if key in given}
+        return {str(key): value for key, value in self.put_into({**given, **filled}).items()}
 
 
 class UniversalSettings(Struct, frozen=True):
-    """What decides the form of a universal checkpoint: who is to load it.
+    """What decides the form of a universal checkpoint: the DeepSpeed that loads it.
 
     Attributes:
         for_deepspeed: the version of DeepSpeed; null for any from 0.19.3 on.
@@ -104,10 +104,7 @@ class UniversalSettings(Struct, frozen=True):
 
     @property
     def is_flat(self) -> bool:
-        """Whether tensors are flat and by themselves, not in a dictionary in their shape.
-
-        So ZeRO-3 takes them in versions in which one form for all stages is not to be had.
-        """
+        """Whether tensors are flat, as ZeRO-3 loads them before 0.19.3; else in their shape."""
         return self.stage == ZERO3
 
 
@@ -115,72 +112,69 @@ Settings: TypeAlias = TargetSettings | UniversalSettings
 """Settings of a target in either format."""
 
 
-class _Config:
-    """A DeepSpeed config whose ``auto`` values are those of the source."""
-
-    def __init__(self, own: Mapping[str, object], source: Mapping[str, object]) -> None:
-        self._own = own
-        self._source = source
-
-    def get(self, *keys: str) -> object:
-        """Return the value at nested keys; the source's for ``auto``."""
-        value = _at(self._own, keys)
-        value = _at(self._source, keys) if value == _AUTO else value
-        return None if value == _AUTO else value
-
-    def is_on(self, *keys: str) -> bool:
-        return self.get(*keys) is True
-
-    def precision(self) -> str:
-        """Return the dtype that the module trains in."""
-        if any(self.is_on(key, "enabled") for key in ("bf16", "bfloat16")):
-            return "bf16"
-        return "fp16" if self.is_on("fp16", "enabled") else "fp32"
-
-
-def _said(value: object, source: object) -> object:
+def _filled(value: object, source: object) -> object:
     """Return a value with the source's in place of ``auto``, if JSON can express that."""
     if isinstance(value, Mapping):
-        return {key: _said(one, _at(source, (key,))) for key, one in value.items()}
+        return {key: _filled(one, _at(source, key)) for key, one in value.items()}
     if value == _AUTO and isinstance(source, Mapping):
-        return {key: _said(_AUTO, one) for key, one in source.items() if isinstance(key, str)}
+        return {key: _filled(_AUTO, one) for key, one in source.items() if isinstance(key, str)}
     return source if value == _AUTO and isinstance(source, str | int | float) else value
 
 
-def _at(config: object, keys: tuple[str, ...]) -> object:
+def _at(config: object, *keys: str) -> object:
+    """Return the value at nested keys; ``None`` if it is missing or ``auto``."""
     for key in keys:
-        if config == _AUTO:
-            return _AUTO
         config = config.get(key) if isinstance(config, Mapping) else None
-    return config
+    return None if config == _AUTO else config
+
+
+def _precision(config: object) -> str:
+    """Return the dtype that the module trains in."""
+    on = [key for key in _PRECISIONS if _at(config, key, "enabled") is True]
+    return on[0].replace("bfloat16", "bf16") if on else "fp32"
 
 
 def settle(
     checkpoint: TrainingState, options: ReshardOptions
 ) -> tuple[TargetSettings, tuple[str, ...]]:
-    """Return the settings of rank files, and warnings about them."""
+    """Return the settings of rank files, and warnings about states that the run does not load."""
     source, config = source_config(checkpoint), _config_of(checkpoint, options)
-    stage = _stage(checkpoint, options, config)
-    if options.ds_config and source:
-        _check_precision(options.ds_config, config.precision(), _Config(source, {}).precision())
-    is_bf16 = config.precision() == "bf16"
-    offload = config.get("zero_optimization", "offload_optimizer", "device") == "cpu"
-    offload = offload or config.is_on("zero_optimization", "cpu_offload")
-    in_fp32 = config.get("data_types", "grad_accum_dtype") in ("fp32", "float32", "float")
-    size = config.get("zero_optimization", "sub_group_size")
+    zero = _at(config, "zero_optimization")
+    stage, precision = _stage(checkpoint, options, config), _precision(config)
+    if options.ds_config and source and precision != (expected := _precision(source)):
+        # File names and the loss scaler are the source's.
+        raise UsageError(
+            "--ds-config has another dtype than the checkpoint",
+            path=options.ds_config,
+            found=precision,
+            expected=expected,
+            hint=f"Leave {precision} out of it"
+            if expected == "fp32"
+            else f'Write "{expected}": {{"enabled": "auto"}} into it',
+        )
+    offload = _at(zero, "offload_optimizer", "device") == "cpu" or _at(zero, "cpu_offload") is True
+    in_fp32 = _at(config, "data_types", "grad_accum_dtype") in ("fp32", "float32", "float")
+    size, is_bf16 = _at(zero, "sub_group_size"), precision == "bf16"
     is_bf16_optimizer = stage == 1 and is_bf16 and in_fp32 and not offload
+    is_dealt_out = stage < ZERO3 and _at(zero, "round_robin_gradients") is True
     settings = TargetSettings(
         world_size=_world_size(options),
         stage=stage,
         sub_group_size=int(size) if isinstance(size, int | float) and size > 0 else SUB_GROUP_SIZE,
-        is_dealt_out=stage < ZERO3
-        and not is_bf16_optimizer
-        and config.is_on("zero_optimization", "round_robin_gradients"),
+        is_dealt_out=is_dealt_out and not is_bf16_optimizer,
         is_bf16=is_bf16,
         is_bf16_optimizer=is_bf16_optimizer,
-        is_data_before_experts=config.is_on("use_data_before_expert_parallelism"),
+        is_data_before_experts=_at(config, "use_data_before_expert_parallelism") is True,
     )
-    return settings, tuple(_told(config, settings))
+    warnings = []
+    if _at(zero, "load_from_fp32_weights") is False:
+        warnings.append(
+            "load_from_fp32_weights is false: DeepSpeed does not load the fp32 master weights, and "
+            "takes the 16-bit weights"
+        )
+    if stage == ZERO3 and _at(zero, "elastic_checkpoint") is True:
+        warnings.append("elastic_checkpoint is on, with which ZeRO-3 loads nothing")
+    return settings, tuple(warnings)
 
 
 def source_config(checkpoint: TrainingState) -> Mapping[str, object]:
@@ -194,16 +188,20 @@ def models_of(checkpoint: TrainingState) -> list[ModelStates]:
     return [ranks.first for _, ranks in sorted(checkpoint.zero.items()) if ranks.model]
 
 
-def _config_of(checkpoint: TrainingState, options: ReshardOptions) -> _Config:
+def _config_of(checkpoint: TrainingState, options: ReshardOptions) -> object:
+    """Return the target's DeepSpeed config; ``auto`` is the source's value."""
     source = source_config(checkpoint)
-    own = _read(options.ds_config) if options.ds_config else source
+    if options.ds_config is None:
+        return source
+    given = _read(options.ds_config)
     is_filled_in = checkpoint.location.framework in _FILLS_IN_PRECISION
-    if is_filled_in and own.keys().isdisjoint(_PRECISIONS):
-        own = {**own, **dict.fromkeys(_PRECISIONS, _AUTO)}
-    return _Config(own, source)
+    if is_filled_in and given.keys().isdisjoint(_PRECISIONS):
+        given = {**given, **dict.fromkeys(_PRECISIONS, _AUTO)}
+    return _filled(given, source)
 
 
 def _read(path: Path) -> Mapping[str, object]:
+    """Return a given DeepSpeed config, which DeepSpeed must accept."""
     try:
         given = read_json_object(path)
     except ZexportError as cause:
@@ -211,65 +209,37 @@ def _read(path: Path) -> Mapping[str, object]:
             f"{cause.problem}, and was given with --ds-config",
             path=path,
             found=cause.found,
-            hint="Give the JSON file that the run will have as its DeepSpeed configuration",
+            hint="Pass the JSON file of the run's DeepSpeed config",
         ) from cause
     for key in (*_LAYOUT, *_PRECISIONS):
         if not isinstance(given.get(key), dict | bool | str | None):
-            raise UsageError(
-                f"has no object under {key}, and was given with --ds-config",
-                path=path,
-                found=type(given[key]).__name__,
-                hint="Write it as DeepSpeed documents it",
-            )
-    config = _Config(given, {})
-    if config.precision() == "bf16" and config.is_on("fp16", "enabled"):
-        raise UsageError(
-            "has bf16 and fp16 enabled, of which DeepSpeed takes one, and was given with "
-            "--ds-config",
-            path=path,
-            hint="Leave one of them out",
-        )
+            kind = type(given[key]).__name__
+            raise UsageError(f"--ds-config: {key} is not an object", path=path, found=kind)
+    if _precision(given) == "bf16" and _at(given, "fp16", "enabled") is True:
+        raise UsageError("--ds-config enables bf16 and fp16; DeepSpeed accepts one", path=path)
     return given
-
-
-def _check_precision(path: Path, found: str, expected: str) -> None:
-    """Raise for another dtype: file names and the loss scaler are the source's."""
-    if found != expected:
-        is_plain = expected == "fp32"
-        way = f'Write "{expected}": {{"enabled": "auto"}} into it'
-        raise UsageError(
-            "is for a training in another element type than the checkpoint's",
-            path=path,
-            found=found,
-            expected=expected,
-            hint=f"Leave {found} out of it" if is_plain else way,
-        )
 
 
 def settle_universal(
     checkpoint: TrainingState, options: ReshardOptions
 ) -> tuple[UniversalSettings, tuple[str, ...]]:
-    """Return the settings of a universal checkpoint, and warnings about the config."""
-    if options.stage not in (None, *_STAGES):
-        raise _no_files_of(options.stage, checkpoint)
+    """Return the settings of a universal checkpoint, and warnings about the config.
+
+    DeepSpeed ignores round robin when it loads one. Source: 0.14.5 to 0.19.8,
+    ``runtime/zero/stage_1_and_2.py`` (``_link_all_hp_params``).
+    """
+    if options.stage is not None:
+        _check_stage(options.stage, _STAGES, checkpoint)
     version, config = options.for_deepspeed, _config_of(checkpoint, options)
     is_for_all = version is None or release(version) >= TAKES_EITHER_FORM
     stage = None if is_for_all else _stage(checkpoint, options, config)
-    settings = UniversalSettings(version, stage)
-    return settings, tuple(_told_of_dealing_out(config, settings))
-
-
-def _told_of_dealing_out(config: _Config, settings: UniversalSettings) -> Iterator[str]:
-    """Yield a warning: DeepSpeed ignores round robin when it loads a universal checkpoint.
-
-    Source: 0.14.5 to 0.19.8, ``runtime/zero/stage_1_and_2.py`` (``_link_all_hp_params``).
-    """
-    if settings.stage != ZERO3 and config.is_on("zero_optimization", "round_robin_gradients"):
-        yield (
-            "round_robin_gradients is on, with which DeepSpeed under ZeRO-1 and 2 gives weights "
-            "the values of others when it loads a universal checkpoint, and says nothing: switch "
-            "it off in the run that loads this one"
+    warnings = []
+    if stage != ZERO3 and _at(config, "zero_optimization", "round_robin_gradients") is True:
+        warnings.append(
+            "round_robin_gradients is on: under ZeRO-1 and 2, DeepSpeed silently loads a universal "
+            "checkpoint into wrong weights. Switch it off in the run that loads this one"
         )
+    return UniversalSettings(version, stage), tuple(warnings)
 
 
 def release(version: str) -> tuple[int, ...]:
@@ -296,9 +266,12 @@ def _world_size(options: ReshardOptions) -> int:
     return options.world_size
 
 
-def _stage(checkpoint: TrainingState, options: ReshardOptions, config: _Config) -> int:
-    """Return the target's ZeRO stage; options win over the config, and may not contradict it."""
-    stated = config.get("zero_optimization", "stage") if options.ds_config else None
+def _stage(checkpoint: TrainingState, options: ReshardOptions, config: object) -> int:
+    """Return the target's ZeRO stage; options win over the config, and may not contradict it.
+
+    Source: DeepSpeed 0.19.8, ``runtime/engine.py`` (``_validate_zero3_moe_compatibility``).
+    """
+    stated = _at(config, "zero_optimization", "stage") if options.ds_config else None
     if None not in (stated, options.stage) and stated != options.stage:
         raise UsageError(
             "--stage and --ds-config mean different stages",
@@ -306,57 +279,26 @@ def _stage(checkpoint: TrainingState, options: ReshardOptions, config: _Config) 
             found=f"stage {stated}",
             expected=f"{options.stage}",
         )
-    recorded = _at(source_config(checkpoint), ("zero_optimization", "stage"))
+    recorded = _at(source_config(checkpoint), "zero_optimization", "stage")
     told = (options.stage, stated, checkpoint.stage, recorded)
-    chosen = next((one for one in told if one is not None), 0)
-    if chosen not in _STAGES or type(chosen) is not int:
-        raise _no_files_of(chosen, checkpoint)
-    grids = [model.grid for model in models_of(checkpoint)]
-    is_pipeline = any(one is not None and one.stages > 1 for one in grids)
-    if (is_pipeline or checkpoint.structure is Structure.PIPELINE) and chosen != 1:
-        raise UsageError(
-            f"a pipeline cannot train with ZeRO-{chosen}",
-            path=checkpoint.location.tag_dir,
-            expected="stage 1",
-            hint="Name it with --stage",
-        )
-    if checkpoint.structure is Structure.EXPERTS:
-        _check_stage_of_experts(checkpoint, chosen)
-    return chosen
+    chosen, models = next((one for one in told if one is not None), 0), models_of(checkpoint)
+    possible: tuple[int, ...] = _STAGES
+    if checkpoint.structure is Structure.EXPERTS and not any(map(autoep_layers, models)):
+        possible = (1, 2)
+    grids = [model.grid for model in models if model.grid is not None]
+    if checkpoint.structure is Structure.PIPELINE or any(one.stages > 1 for one in grids):
+        possible = (1,)
+    return _check_stage(chosen, possible, checkpoint)
 
 
-def _check_stage_of_experts(checkpoint: TrainingState, chosen: int) -> None:
-    """Raise for a stage with which DeepSpeed does not train them.
-
-    Source: DeepSpeed 0.19.8, ``runtime/engine.py`` (``_validate_zero3_moe_compatibility``).
-    """
-    is_autoep = any(map(autoep_layers, models_of(checkpoint)))
-    if chosen == ZERO3 and not is_autoep:
-        raise UsageError(
-            "DeepSpeed trains no DeepSpeed-MoE under ZeRO-3",
-            path=checkpoint.location.tag_dir,
-            found="stage 3",
-            expected="stage 1 or 2",
-            hint="Name one with --stage",
-        )
-
-
-def _no_files_of(stage: object, checkpoint: TrainingState) -> UsageError:
-    return UsageError(
-        f"ZeRO-{stage} has no files to reshard to",
+def _check_stage(stage: object, possible: tuple[int, ...], checkpoint: TrainingState) -> int:
+    """Return ``stage``; raise if DeepSpeed does not train the model with it, or writes no files."""
+    if type(stage) is int and stage in possible:
+        return stage
+    raise UsageError(
+        f"this checkpoint cannot be resharded to ZeRO-{stage}",
         path=checkpoint.location.tag_dir,
         found=f"stage {stage}",
-        expected="1, 2 or 3",
-        hint="Name one with --stage",
+        expected=" or ".join(map(str, possible)),
+        hint="Pass another with --stage",
     )
-
-
-def _told(config: _Config, settings: TargetSettings) -> Iterator[str]:
-    """Yield settings with which the run does not load everything."""
-    if config.get("zero_optimization", "load_from_fp32_weights") is False:
-        yield (
-            "load_from_fp32_weights is false: the run will take its masters from the 16-bit "
-            "weights, whatever these files hold"
-        )
-    if settings.stage == ZERO3 and config.is_on("zero_optimization", "elastic_checkpoint"):
-        yield "elastic_checkpoint is on, with which ZeRO-3 loads nothing"

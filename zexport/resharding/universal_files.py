@@ -31,7 +31,7 @@ from zexport.resharding.model_files import ModelFiles
 from zexport.resharding.optimizer_files import Place, inner_of, kept_of_run, version_in
 from zexport.resharding.settings import TargetSettings, UniversalSettings, models_of
 from zexport.resharding.values import (
-    carried_files,
+    copied_files,
     records_of,
     slots_of,
     source_of,
@@ -101,8 +101,6 @@ def _check_groups(state: TrainingState) -> None:
             "model-parallel ranks have different parameter groups; a universal checkpoint has the "
             "settings of one for all",
             path=state.location.tag_dir,
-            found=" and ".join(f"{count} groups" for count in sorted({*map(len, settings)})),
-            expected="the same groups on each",
             hint="Reshard to rank files with --world-size",
         )
 
@@ -131,8 +129,7 @@ def universal_files(
         if cell.expert_rank == 0:
             for name, value in _model_files(cell, dropped):
                 yield plan_torch_file(f"{tag}/{name}", value)
-    for file in carried_files(state, FileKind.PIPELINE_LAYER):
-        yield plan_torch_file(f"{tag}/{file.path.name}", with_leaves(file.value, file))
+    yield from copied_files(state, tag, FileKind.PIPELINE_LAYER)
     cell = state.cells[0]
     optimizer = _optimizer_state(records_of(cell)[1], whole.groups)
     yield plan_torch_file(f"{tag}/{FOLDER}/{OPTIMIZER_STATE}.pt", optimizer)
@@ -151,7 +148,6 @@ def _folder_name(name: str, cell: Cell) -> str:
             "a parameter's name cannot be a folder name, as a universal checkpoint needs",
             path=records_of(cell)[0].file.path,
             found=repr(name),
-            expected="a name without slashes",
             hint="Reshard to rank files with --world-size",
         )
     return name

@@ -32,6 +32,7 @@ from zexport.formats.known_globals import FRAGMENT
 from zexport.formats.pickle_view import PickleView, view
 from zexport.formats.torch_file import TorchFile
 from zexport.formats.torch_writer import lay_out
+from zexport.plan.plan import FilePlan, plan_torch_file
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import ByteSource
 
@@ -160,24 +161,17 @@ def loss_scaler(said: Recorded) -> Opaque | None:
     value = said.values.get("loss_scaler")
     if value is None:
         return None
-    callee = value.callee if isinstance(value, Opaque) else None
-    is_known = isinstance(callee, Global) and callee.module == _LOSS_SCALERS
-    fields = _SCALER_FIELDS.get(callee.name) if isinstance(callee, Global) and is_known else None
-    state = value.state if isinstance(value, Opaque) else None
-    if (
-        fields is None
-        or not isinstance(state, dict)
-        or not state.keys() <= fields
-        or not all(_is_plain(one) for one in state.values())
-    ):
-        raise UnsafeError(
-            "holds a loss scaler that is none of DeepSpeed's two, or has other fields",
-            path=said.file.path,
-            found=str(callee) if fields is None else type(state).__name__,
-            expected="LossScaler or DynamicLossScaler, with numbers alone",
-            hint="Do not load this file with torch.load; ask who made it",
-        )
-    return Opaque(callee, (), dict(state), made=Made.BY_NEW)
+    callee, state = (value.callee, value.state) if isinstance(value, Opaque) else (None, None)
+    if isinstance(callee, Global) and callee.module == _LOSS_SCALERS and isinstance(state, dict):
+        fields = _SCALER_FIELDS.get(callee.name)
+        if fields and state.keys() <= fields and all(map(_is_plain, state.values())):
+            return Opaque(callee, (), dict(state), made=Made.BY_NEW)
+    raise UnsafeError(
+        "the loss scaler is none of DeepSpeed's two, or has other fields than numbers",
+        path=said.file.path,
+        found=callee,
+        hint="Do not load this file with torch.load; ask who made it",
+    )
 
 
 def _is_plain(value: object) -> bool:
@@ -260,9 +254,9 @@ def _recorded_optimizer(model: ModelStates, file: TorchFile) -> Recorded:
     return Recorded(file, {"optimizer_state_dict": states, **config})
 
 
-def carried_files(state: TrainingState, *kinds: FileKind) -> Iterator[TorchFile]:
-    """Yield files that belong to no rank and are copied, such as the layers of a pipeline."""
+def copied_files(state: TrainingState, tag: str, *kinds: FileKind) -> Iterator[FilePlan]:
+    """Yield copies of files that belong to no rank, such as the layers of a pipeline."""
     for file in state.torch_files:
         name = parse_name(file.path)
         if name is not None and name.kind in kinds:
-            yield file
+            yield plan_torch_file(f"{tag}/{file.path.name}", with_leaves(file.value, file))
