@@ -12,7 +12,7 @@ and in its steps, each of which returns a value that can be looked at::
     plan = zexport.plan_export(checkpoint, "model")  # where every byte will come from
     report = zexport.run_export(plan)  # what was done
     verdict = zexport.verify_export("model", against="run/checkpoint-100")
-    report = zexport.diff_models("model", "base")  # does it look like training?
+    report = zexport.diff_models("model", "base")  # which tensors differ, and by how much
 
 and, for the same training on three ranks::
 

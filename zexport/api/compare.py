@@ -21,7 +21,7 @@ def diff_models(
     jobs: int | None = None,
     progress: OnProgress | None = None,
 ) -> DiffReport:
-    """How the weights of two model folders differ, tensor by tensor, and what made the difference.
+    """How the weights of two model folders differ, tensor by tensor.
 
     Tied weights that one side holds under one name and the other under another are compared with
     each other. Memory does not grow with the models; neither folder is changed.

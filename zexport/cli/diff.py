@@ -1,4 +1,4 @@
-"""``zexport diff``: how two models differ, and does it look like training?"""
+"""``zexport diff``: how two models or checkpoints differ."""
 
 from __future__ import annotations
 
@@ -57,13 +57,12 @@ def diff(
     progress: str,
     quiet: bool,
 ) -> None:
-    """Compare the weights of A and B, and say what is seen.
+    """Compare the weights of A and B.
 
     A and B are model folders, safetensors files, names in the hub's cache, or two ZeRO checkpoints
-    of any stage and number of ranks. Give the export first, and the model that it was trained from
-    second; of two checkpoints, either. The last lines conclude: it looks like training, a
-    conversion error is likely, or nobody can tell. To compare an export with its checkpoint, use
-    zexport verify --against.
+    of any stage and number of ranks. A tensor is equal, equal after rounding to a dtype, changed,
+    of another shape, or only in A or B. To compare an export with its checkpoint, use zexport
+    verify --against.
 
     Example: zexport diff model base
     """
@@ -96,14 +95,7 @@ def _write_page(html: Path, report: DiffReport, a: Path | None) -> None:
 
 
 def _fails(report: DiffReport, fail_on: str) -> bool:
-    from zexport.compare.tensor import Kind, Outcome
+    from zexport.compare.verdict import Cause
 
-    if fail_on == "none":
-        return False
-    accepted = {Outcome.EQUAL}
-    if fail_on == "not-cast-equal":
-        accepted.add(Outcome.CAST_EQUAL)
-    return bool(report.settings) or any(
-        tensor.outcome not in accepted or tensor.kind is Kind.NOT_FINITE
-        for tensor in report.tensors
-    )
+    accepted = {"different": (Cause.NONE,), "not-cast-equal": (Cause.NONE, Cause.ROUNDING)}
+    return fail_on != "none" and report.verdict.cause not in accepted[fail_on]

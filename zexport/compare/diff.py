@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from msgspec import Struct, structs
+from msgspec import Struct
 
 from zexport.checkpoint.state import StoredTensor
 from zexport.compare.folder import ModelWeights, has_rank_files, open_weights
 from zexport.compare.roundings import Side
 from zexport.compare.settings import Setting, of_models
 from zexport.compare.streaming import Pair, sums_of
-from zexport.compare.suspects import Found, SecondLook
-from zexport.compare.tensor import Kind, Outcome, PairValues, TensorDiff, kind_of
+from zexport.compare.tensor import Outcome, PairValues, TensorDiff
 from zexport.compare.values import PairSums
 from zexport.compare.verdict import Cause, Verdict, judge
 from zexport.printable import brief
@@ -101,6 +101,16 @@ class DiffReport:
         return int(getattr(self.counts, outcome.value))
 
 
+class TensorDiffs(Struct, frozen=True):
+    """The tensors of two sides, the worst first, and the bytes read to compare them."""
+
+    tensors: tuple[TensorDiff, ...] = ()
+    nbytes_read: int = 0
+
+
+_NO_STATES = TensorDiffs()
+
+
 def diff_weights(
     a: Path,
     b: Path,
@@ -109,87 +119,81 @@ def diff_weights(
     progress: Callable[[Progress], None] | None = None,
 ) -> DiffReport:
     """How the weights of two model folders differ; see ``zexport.api.compare.diff_models``."""
-    weights = open_weights(a), open_weights(b)
-    are_adapters = all(side.is_adapter for side in weights)
-    settings = tuple(of_models(a, b, are_adapters=are_adapters))
-    return with_settings(diff_tensors((a, b), weights, jobs=jobs, progress=progress), settings)
-
-
-def with_settings(report: DiffReport, settings: tuple[Setting, ...]) -> DiffReport:
-    """The report with what differs beside the tensors, which its verdict then tells of."""
-    if not settings:
-        return report
-    told = f"{report.verdict.sentence}; what is set beside the tensors differs"
-    verdict = structs.replace(report.verdict, sentence=told)
-    kinds = [(one.a, one.b) for one in settings if one.about.endswith(" model_type")]
-    if kinds and verdict.cause is not Cause.NONE:
-        told = f"Cannot tell: A and B are models of two types, {' and '.join(kinds[0])}"
-        verdict = Verdict(Cause.UNKNOWN, told)
-    if verdict.cause is Cause.NONE:
-        verdict = Verdict(Cause.UNKNOWN, "Every tensor is equal; what is set beside them differs")
-    return replace(report, settings=settings, verdict=verdict)
-
-
-def diff_tensors(
-    paths: tuple[Path, Path],
-    weights: tuple[ModelWeights, ModelWeights],
-    *,
-    jobs: int,
-    progress: Callable[[Progress], None] | None = None,
-    later: Side | None = None,
-) -> DiffReport:
-    """How the tensors of two sides differ, wherever they lie; of checkpoints, one is later."""
-    a_weights, b_weights = weights
-    pairs, a_alone, b_alone = _paired(a_weights, b_weights)
-    told = Teller(progress, sum(pair.nbytes for pair in pairs))
-    files = {file.path: file for file in (*a_weights.files, *b_weights.files)}
-    with SourceReader(files.values()) as reader:
-        alike = (pair for pair in pairs if pair.numel > 0 or pair.a.shape == pair.b.shape)
-        sums = sums_of(alike, reader, jobs, told.add)
-        first = {pair: _judged(pair, sums.get(pair)) for pair in pairs}
-        look = SecondLook(sums, reader, jobs)
-        found = [*_looked_at(first, look), *_alone(a_alone, b_alone, look)]
-        reader.finish()
-        nbytes_read = reader.nbytes_read
-    tensors = tuple(sorted(found, key=_order))
+    a_weights, b_weights = open_weights(a), open_weights(b)
     adapters = (a_weights.is_adapter, b_weights.is_adapter)
-    verdict = judge(tensors, adapters, _exported(a_weights, b_weights), later)
-    if verdict.cause is Cause.NONE and _has_more(a_weights, b_weights):
-        sentence = f"{verdict.sentence}; the rank files beside were not compared"
-        verdict = structs.replace(verdict, sentence=sentence)
-    return DiffReport(
-        a=paths[0],
-        b=paths[1],
-        compared=_compared(a_weights, b_weights),
-        verdict=verdict,
-        settings=(),
-        counts=Counts(**{o.value: sum(t.outcome is o for t in tensors) for o in Outcome}),
-        modules=_by_module(tensors),
-        nbytes_read=nbytes_read,
-        tensors=tensors,
-    )
+    settings = tuple(of_models(a, b, are_adapters=all(adapters)))
+    found = diff_tensors(a_weights, b_weights, jobs=jobs, progress=progress)
+    compared = _compared(a_weights, b_weights)
+    has_more = has_rank_files(a) or has_rank_files(b)
+    if has_more:
+        compared += "; --states compares the rank files beside it"
+    report = make_report((a, b), compared, found, settings=settings, adapters=adapters)
+    if has_more and report.verdict.cause is Cause.NONE:
+        sentence = f"{report.verdict.sentence}; the rank files beside were not compared"
+        return replace(report, verdict=Verdict(Cause.NONE, sentence))
+    return report
 
 
 def _compared(a: ModelWeights, b: ModelWeights) -> str:
-    """Which files, and which lie beside them and were not read."""
+    """Which files were compared."""
     files = a.words if a.words == b.words else f"{a.words} of A, {b.words} of B"
     if {real(one.path) for one in a.files} == {real(one.path) for one in b.files}:
-        files += " (A and B are the same files: nothing was compared with anything else)"
-    if _has_more(a, b):
-        return f"{files}; --states compares the rank files beside it"
+        return f"{files} (A and B are the same files: nothing was compared with anything else)"
     return files
 
 
-def _has_more(a: ModelWeights, b: ModelWeights) -> bool:
-    """Whether what was compared lies beside rank files, whose masters may differ all the same."""
-    return has_rank_files(a.path) or has_rank_files(b.path)
+def diff_tensors(
+    a: ModelWeights,
+    b: ModelWeights,
+    *,
+    jobs: int,
+    progress: Callable[[Progress], None] | None = None,
+) -> TensorDiffs:
+    """How the tensors of two sides differ, wherever they are stored."""
+    pairs, a_alone, b_alone = _paired(a, b)
+    told = Teller(progress, sum(pair.nbytes for pair in pairs))
+    files = {file.path: file for file in (*a.files, *b.files)}
+    with SourceReader(files.values()) as reader:
+        alike = (pair for pair in pairs if pair.numel > 0 or pair.a.shape == pair.b.shape)
+        sums = sums_of(alike, reader, jobs, told.add)
+        reader.finish()
+        nbytes_read = reader.nbytes_read
+    found = (
+        *(_of_pair(pair, sums.get(pair)) for pair in pairs),
+        *(TensorDiff(Outcome.ONLY_IN_A, t.name, None, t.dtype, None, t.shape) for t in a_alone),
+        *(
+            TensorDiff(Outcome.ONLY_IN_B, None, t.name, None, t.dtype, None, t.shape)
+            for t in b_alone
+        ),
+    )
+    return TensorDiffs(tuple(sorted(found, key=_order)), nbytes_read)
 
 
-def _exported(a: ModelWeights, b: ModelWeights) -> Side | None:
-    """The side that is an export, where one alone is."""
-    if a.is_export == b.is_export:
-        return None
-    return Side.A if a.is_export else Side.B
+def make_report(
+    paths: tuple[Path, Path],
+    compared: str,
+    weights: TensorDiffs,
+    states: TensorDiffs = _NO_STATES,
+    *,
+    settings: tuple[Setting, ...] = (),
+    adapters: tuple[bool, bool] = (False, False),
+) -> DiffReport:
+    """Return the report on weights, optimizer states and settings; modules are of the weights."""
+    tensors = (*weights.tensors, *states.tensors)
+    outcomes = Counter(tensor.outcome for tensor in tensors)
+    return DiffReport(
+        a=paths[0],
+        b=paths[1],
+        compared=compared,
+        verdict=judge(
+            weights.tensors, states.tensors, are_set_otherwise=bool(settings), adapters=adapters
+        ),
+        settings=settings,
+        counts=Counts(**{outcome.value: outcomes[outcome] for outcome in Outcome}),
+        modules=_by_module(weights.tensors),
+        nbytes_read=weights.nbytes_read + states.nbytes_read,
+        tensors=tensors,
+    )
 
 
 def _paired(
@@ -215,7 +219,7 @@ def _partner(name: str, other: ModelWeights, ties: Mapping[str, str]) -> StoredT
     return next((other.tensors[m] for m in members if m in other.tensors), None)
 
 
-def _judged(pair: Pair, sums: PairSums | None) -> TensorDiff:
+def _of_pair(pair: Pair, sums: PairSums | None) -> TensorDiff:
     a, b = pair.a, pair.b
     rounding = None
     if a.shape != b.shape:
@@ -228,7 +232,7 @@ def _judged(pair: Pair, sums: PairSums | None) -> TensorDiff:
     else:
         outcome = Outcome.EQUAL
     is_complex = DType.C64 in (a.dtype, b.dtype)
-    tensor = TensorDiff(
+    return TensorDiff(
         outcome,
         a.name,
         b.name,
@@ -236,46 +240,9 @@ def _judged(pair: Pair, sums: PairSums | None) -> TensorDiff:
         b.dtype,
         a.shape,
         b.shape,
-        kind=Kind.RESHAPED,
         rounding=rounding,
         values=None if sums is None else PairValues.of(sums, a.shape, is_complex=is_complex),
     )
-    if sums is None or outcome is Outcome.SHAPE:
-        return tensor
-    kind, side = kind_of(tensor, sums)
-    return replace(tensor, kind=kind, side=side)
-
-
-def _looked_at(found: Found, look: SecondLook) -> Iterator[TensorDiff]:
-    """Every pair's difference, those that were suspects after a second look."""
-    exchanged: Mapping[Pair, str] = dict(look.exchanged(found))
-    own = {pair.a.name for pair in found if pair.is_of_one_name}
-    for pair, tensor in found.items():
-        if pair in exchanged:
-            yield replace(tensor, kind=Kind.EXCHANGED, side=None, partner=exchanged[pair])
-            continue
-        kind, side = look.at(pair, tensor)
-        if kind is Kind.UNRELATED and not pair.is_of_one_name and {pair.a.name, pair.b.name} & own:
-            kind, side = Kind.UNTIED, Side.A if pair.a.name in own else Side.B
-        yield replace(tensor, kind=kind, side=side)
-
-
-def _alone(
-    a_alone: Sequence[StoredTensor], b_alone: Sequence[StoredTensor], look: SecondLook
-) -> Iterator[TensorDiff]:
-    """What is on one side alone by its name, with its other name where the other side has it."""
-    there = dict(look.renamed(a_alone, b_alone))
-    back = {b: a for a, b in there.items()}
-    for one in a_alone:
-        partner = there.get(one.name)
-        only = TensorDiff(Outcome.ONLY_IN_A, one.name, None, a_dtype=one.dtype, a_shape=one.shape)
-        kind = Kind.RENAMED if partner else Kind.MISSING
-        yield replace(only, kind=kind, side=Side.A, partner=partner)
-    for one in b_alone:
-        partner = back.get(one.name)
-        only = TensorDiff(Outcome.ONLY_IN_B, None, one.name, b_dtype=one.dtype, b_shape=one.shape)
-        kind = Kind.RENAMED if partner else Kind.MISSING
-        yield replace(only, kind=kind, side=Side.B, partner=partner)
 
 
 _WORST_FIRST = (

@@ -58,11 +58,6 @@ class ModelWeights(Struct, frozen=True):
         names = [file.path.name for file in self.files]
         return names[0] if len(names) == 1 else f"{len(names):,} safetensors files"
 
-    @property
-    def is_export(self) -> bool:
-        """Whether zexport wrote it."""
-        return is_file(self.path / MANIFEST_NAME)
-
     def learn_ties(self) -> Mapping[str, str]:
         """Alias to source, from the manifest, else from the model class that the config names.
 

@@ -36,11 +36,6 @@ class Side(Enum):
     A = "a"
     B = "b"
 
-    @property
-    def other(self) -> Side:
-        """The one that is not this."""
-        return Side.B if self is Side.A else Side.A
-
 
 class Rounding(Struct, frozen=True):
     """An explanation: the values of one side, rounded once, are those of the other.
@@ -56,11 +51,6 @@ class Rounding(Struct, frozen=True):
     dtype: DType
     via: DType | None = None
     truncated: bool = False
-
-    @property
-    def is_usual(self) -> bool:
-        """Whether torch rounds so."""
-        return self.via is None and not self.truncated
 
     def __str__(self) -> str:
         """As in "B is A in bfloat16"."""

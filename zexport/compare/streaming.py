@@ -7,18 +7,16 @@ from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from threading import local
 
-import numpy as np
 from msgspec import Struct
 
 from zexport.checkpoint.state import StoredTensor, source_of
 from zexport.compare.roundings import Rounding, possible_roundings
-from zexport.compare.values import Doubles, PairSums, compare, row_width, whole_rows
+from zexport.compare.values import PairSums, compare
 from zexport.ranges.ahead import announced, in_order
-from zexport.ranges.casts import NUMPY
 from zexport.ranges.extents import ByteSource
 from zexport.ranges.reader import SourceReader
 
-CHUNK_NUMEL = 1 << 17
+_CHUNK_NUMEL = 1 << 17
 """Elements read together."""
 _PIECE_NUMEL = 1 << 22
 """Elements of one task, so that one large tensor keeps every thread busy."""
@@ -34,11 +32,6 @@ class Pair(Struct, frozen=True):
     b: StoredTensor
 
     @property
-    def is_of_one_name(self) -> bool:
-        """Whether it is no name of the one side that is tied to another of the other."""
-        return self.a.name == self.b.name
-
-    @property
     def numel(self) -> int:
         """Elements that both have in one order: all, or those of the rows that both have."""
         a, b = self.a.shape, self.b.shape
@@ -48,11 +41,6 @@ class Pair(Struct, frozen=True):
     def roundings(self) -> tuple[Rounding, ...]:
         """What may explain it."""
         return possible_roundings(self.a.dtype, self.b.dtype)
-
-    @property
-    def width(self) -> int:
-        """Elements of a row."""
-        return row_width(self.a.shape)
 
     @property
     def nbytes(self) -> int:
@@ -74,16 +62,6 @@ def sums_of(
     return sums
 
 
-def numbers(placed: StoredTensor, start: int, numel: int, reader: SourceReader) -> Doubles:
-    """Some elements of one tensor; what is no number counts as zero."""
-    dtype = placed.dtype
-    buffer = memoryview(bytearray(numel * dtype.itemsize))
-    reader.read_into(source_of(placed), start * dtype.itemsize, buffer)
-    with np.errstate(all="ignore"):
-        values: Doubles = np.frombuffer(buffer, NUMPY[dtype]).astype(np.float64)
-    return np.nan_to_num(values, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
-
-
 class _Piece(Struct, frozen=True):
     """The elements ``start`` to ``stop`` of a pair."""
 
@@ -103,11 +81,9 @@ class _Piece(Struct, frozen=True):
 
 
 def _pieces(pairs: Iterable[Pair]) -> Iterator[_Piece]:
-    """Pieces of whole rows."""
     for pair in pairs:
-        numel = whole_rows(_PIECE_NUMEL, whole_rows(CHUNK_NUMEL, pair.width))
-        for start in range(0, pair.numel, numel):
-            yield _Piece(pair, start, min(start + numel, pair.numel))
+        for start in range(0, pair.numel, _PIECE_NUMEL):
+            yield _Piece(pair, start, min(start + _PIECE_NUMEL, pair.numel))
 
 
 def _compared(
@@ -131,27 +107,18 @@ class _Buffers(local):
     """Room for a chunk of either side, in each thread its own."""
 
     def __init__(self) -> None:
-        self.a = memoryview(bytearray(CHUNK_NUMEL * _ITEMSIZE_MAX))
-        self.b = memoryview(bytearray(CHUNK_NUMEL * _ITEMSIZE_MAX))
+        self.a = memoryview(bytearray(_CHUNK_NUMEL * _ITEMSIZE_MAX))
+        self.b = memoryview(bytearray(_CHUNK_NUMEL * _ITEMSIZE_MAX))
 
 
 def _seen(piece: _Piece, reader: SourceReader, buffers: _Buffers) -> PairSums:
-    a, b, width = piece.pair.a, piece.pair.b, piece.pair.width
+    a, b = piece.pair.a, piece.pair.b
     sums = PairSums(frozenset(piece.pair.roundings))
-    chunk = whole_rows(CHUNK_NUMEL, width)
-    for start in range(piece.start, piece.stop, chunk):
-        numel = min(chunk, piece.stop - start)
+    for start in range(piece.start, piece.stop, _CHUNK_NUMEL):
+        numel = min(_CHUNK_NUMEL, piece.stop - start)
         a_part = buffers.a[: numel * a.dtype.itemsize]
         b_part = buffers.b[: numel * b.dtype.itemsize]
         reader.read_into(source_of(a), start * a.dtype.itemsize, a_part)
         reader.read_into(source_of(b), start * b.dtype.itemsize, b_part)
-        sums += compare(
-            a_part,
-            a.dtype,
-            b_part,
-            b.dtype,
-            start=start,
-            width=width,
-            tried=sums.roundings,
-        )
+        sums += compare(a_part, a.dtype, b_part, b.dtype, start=start, tried=sums.roundings)
     return sums

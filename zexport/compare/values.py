@@ -15,7 +15,7 @@ from msgspec.structs import fields, replace
 
 from zexport.compare.roundings import Rounding, Run, Side, bits, explains
 from zexport.ranges.casts import NUMPY
-from zexport.ranges.dtypes import DType, Shape
+from zexport.ranges.dtypes import DType
 
 Doubles = npt.NDArray[np.float64]
 
@@ -24,24 +24,6 @@ _BLOCK_NUMEL = 1 << 13
 hands out again without asking the system for it (below 128 KiB, glibc's ``M_MMAP_THRESHOLD``)."""
 _PARTS = {DType.C64: 2}
 """Numbers of an element, where it is not one."""
-_APART = 0.25
-"""Of a row's squares, those of its difference above which it is not where it was."""
-
-
-class Lost(Struct, frozen=True):
-    """Places where one side alone is zero, and the sum of the other side's squares there.
-
-    ``run`` is the most of them without a gap, among elements that were looked at together.
-    """
-
-    count: int = 0
-    squares: float = 0.0
-    run: int = 0
-
-    def __add__(self, other: Lost) -> Lost:
-        return Lost(
-            self.count + other.count, self.squares + other.squares, max(self.run, other.run)
-        )
 
 
 class PairSums(Struct, frozen=True):
@@ -61,8 +43,7 @@ class PairSums(Struct, frozen=True):
         a_nan, b_nan: elements that are NaN.
         nan_in_one: pairs of which one alone is NaN.
         inf_in_one: pairs without NaN, one infinite and the other not the same.
-        rows_apart: rows that differ by more than half of themselves.
-        a_lost, b_lost: where this side alone is zero.
+        a_zero, b_zero: finite pairs of which this side alone is zero.
         roundings: what explains every pair.
     """
 
@@ -82,9 +63,8 @@ class PairSums(Struct, frozen=True):
     b_nan: int = 0
     nan_in_one: int = 0
     inf_in_one: int = 0
-    rows_apart: int = 0
-    a_lost: Lost = Lost()
-    b_lost: Lost = Lost()
+    a_zero: int = 0
+    b_zero: int = 0
 
     def __add__(self, other: PairSums) -> PairSums:
         larger = other if other.abs_max > self.abs_max else self
@@ -102,10 +82,6 @@ class PairSums(Struct, frozen=True):
         cosine = number(self.products / norms) if norms else None
         return None if cosine is None else max(-1.0, min(1.0, cosine))
 
-    def lost(self, side: Side) -> Lost:
-        """Where this side alone is zero."""
-        return self.a_lost if side is Side.A else self.b_lost
-
     def is_constant(self, side: Side) -> bool:
         """Whether this side is one number over and over, as far as doubles can tell."""
         squares = self.a_squares if side is Side.A else self.b_squares
@@ -113,27 +89,6 @@ class PairSums(Struct, frozen=True):
         if not self.finite or not math.isfinite(squares):
             return False
         return squares - total * total / self.finite <= _NO_SPREAD * squares
-
-    @property
-    def shift(self) -> float | None:
-        """Mean of A less that of B; ``None`` without finite pairs."""
-        return number((self.a_sum - self.b_sum) / self.finite) if self.finite else None
-
-    @property
-    def shift_rest(self) -> float:
-        """What the difference is beside the shift: its standard deviation.
-
-        Infinite where squares are beyond what a double holds: then nobody knows.
-        """
-        if self.shift is None:
-            return 0.0
-        rest = self.difference_squares / self.finite - self.shift * self.shift
-        return math.sqrt(max(0.0, rest)) if math.isfinite(rest) else math.inf
-
-    @property
-    def factor(self) -> float | None:
-        """What of B is in A: the number by which B comes closest to A."""
-        return number(self.products / self.b_squares) if self.b_squares else None
 
 
 _NO_SPREAD = 1e-12
@@ -152,52 +107,29 @@ def compare(
     b_dtype: DType,
     *,
     start: int,
-    width: int,
     tried: frozenset[Rounding],
 ) -> PairSums:
     """What is seen of equally many elements of A and B.
 
-    ``start`` is the place of the first of them in the tensor; ``width`` the elements of a row, by
-    ``row_width``; ``tried`` are the explanations that are still worth a trial.
+    ``start`` is the place of the first of them in the tensor; ``tried`` are the explanations that
+    are still worth a trial.
     """
     a_run = Run(np.frombuffer(a, NUMPY[a_dtype]), a_dtype)
     b_run = Run(np.frombuffer(b, NUMPY[b_dtype]), b_dtype)
     sums = PairSums(tried)
-    numel = whole_rows(_BLOCK_NUMEL, width)
     with np.errstate(all="ignore"):
-        for begin in range(0, a.nbytes // a_dtype.itemsize, numel):
-            a_block, b_block = (_block(run, begin, numel) for run in (a_run, b_run))
-            sums += _block_sums(a_block, b_block, start + begin, width, sums.roundings)
+        for begin in range(0, a.nbytes // a_dtype.itemsize, _BLOCK_NUMEL):
+            a_block, b_block = (_block(run, begin) for run in (a_run, b_run))
+            sums += _block_sums(a_block, b_block, start + begin, sums.roundings)
     return sums
 
 
-def row_width(shape: Shape) -> int:
-    """The elements of a row: those of the last dimensions that make enough to know one by.
-
-    Long rows are cut, so that few elements have to be at hand together.
-    """
-    numel, width = math.prod(shape), 1
-    for dim in reversed(shape):
-        width *= dim
-        if width >= ROW_NUMEL_MIN:
-            break
-    return max(1, min(width, numel, _BLOCK_NUMEL))
-
-
-ROW_NUMEL_MIN = 8
-
-
-def whole_rows(numel: int, width: int) -> int:
-    """As many elements as are whole rows of ``width``, at least one."""
-    return max(numel // width, 1) * width
-
-
-def _block(run: Run, begin: int, numel: int) -> Run:
+def _block(run: Run, begin: int) -> Run:
     parts = _PARTS.get(run.dtype, 1)
-    return Run(run.stored[begin * parts : (begin + numel) * parts], run.dtype)
+    return Run(run.stored[begin * parts : (begin + _BLOCK_NUMEL) * parts], run.dtype)
 
 
-def _block_sums(a: Run, b: Run, start: int, width: int, tried: frozenset[Rounding]) -> PairSums:
+def _block_sums(a: Run, b: Run, start: int, tried: frozenset[Rounding]) -> PairSums:
     a_values = _doubles(a, b.dtype)
     unequal = int(np.count_nonzero(bits(a.stored) != bits(b.stored))) if a.dtype is b.dtype else 0
     if a.dtype is b.dtype and not unequal:
@@ -205,7 +137,7 @@ def _block_sums(a: Run, b: Run, start: int, width: int, tried: frozenset[Roundin
     else:
         b_values = _doubles(b, a.dtype)
         parts = max(_PARTS.get(d, 1) for d in (a.dtype, b.dtype))
-        sums = _different(a_values, b_values, start * parts, width * parts)
+        sums = _different(a_values, b_values, start * parts)
         if a.dtype is not b.dtype:
             unequal = _unequal(a_values, b_values)
     roundings = frozenset(r for r in tried if explains(r, a, b))
@@ -232,7 +164,7 @@ def _same(values: Doubles) -> PairSums:
     """The sums of a run that is the same on both sides."""
     squares = float(np.square(values).sum())
     if not math.isfinite(squares):
-        return _different(values, values, 0, values.size)
+        return _different(values, values, 0)
     total = float(values.sum())
     return PairSums(
         finite=values.size,
@@ -244,15 +176,15 @@ def _same(values: Doubles) -> PairSums:
     )
 
 
-def _different(a: Doubles, b: Doubles, start: int, width: int) -> PairSums:
-    """The sums alone, of any two runs; NaN, infinities and overflow among them take longer."""
+def _different(a: Doubles, b: Doubles, start: int) -> PairSums:
+    """The sums of any two runs; NaN, infinities and overflow among them take longer."""
     difference = np.abs(a - b)
     if math.isfinite(float(difference.sum())):
-        return _finite_sums(a, b, difference, start, width)
+        return _finite_sums(a, b, difference, start)
     a_nan, b_nan = np.isnan(a), np.isnan(b)
     is_finite = np.isfinite(a) & np.isfinite(b)
     places = np.flatnonzero(is_finite)
-    sums = _finite_sums(a[is_finite], b[is_finite], difference[is_finite], 0, max(1, places.size))
+    sums = _finite_sums(a[is_finite], b[is_finite], difference[is_finite], 0)
     return replace(
         sums,
         worst=None if sums.worst is None else start + int(places[sums.worst]),
@@ -263,10 +195,9 @@ def _different(a: Doubles, b: Doubles, start: int, width: int) -> PairSums:
     )
 
 
-def _finite_sums(a: Doubles, b: Doubles, difference: Doubles, start: int, width: int) -> PairSums:
+def _finite_sums(a: Doubles, b: Doubles, difference: Doubles, start: int) -> PairSums:
     """The sums of pairs of finite numbers."""
     largest = float(difference.max(initial=0.0))
-    a_rows, b_rows, apart = (_row_squares(values, width) for values in (a, b, difference))
     return PairSums(
         finite=difference.size,
         abs_max=largest,
@@ -274,29 +205,10 @@ def _finite_sums(a: Doubles, b: Doubles, difference: Doubles, start: int, width:
         abs_sum=float(difference.sum()),
         a_sum=float(a.sum()),
         b_sum=float(b.sum()),
-        difference_squares=float(apart.sum()),
-        a_squares=float(a_rows.sum()),
-        b_squares=float(b_rows.sum()),
+        difference_squares=float(np.square(difference).sum()),
+        a_squares=float(np.square(a).sum()),
+        b_squares=float(np.square(b).sum()),
         products=float((a * b).sum()),
-        rows_apart=int(np.count_nonzero(apart > _APART * np.maximum(a_rows, b_rows))),
-        a_lost=_lost(a, b),
-        b_lost=_lost(b, a),
+        a_zero=int(np.count_nonzero((a == 0) & (b != 0))),
+        b_zero=int(np.count_nonzero((b == 0) & (a != 0))),
     )
-
-
-def _row_squares(values: Doubles, width: int) -> Doubles:
-    """The sum of squares of every row; what is no whole number of rows counts as one."""
-    rows = values.reshape((-1, width) if values.size % width == 0 else (1, -1))
-    squares: Doubles = np.einsum("ij,ij->i", rows, rows)
-    return squares
-
-
-def _lost(one: Doubles, other: Doubles) -> Lost:
-    """Where the one alone is zero."""
-    if np.count_nonzero(one) == one.size:
-        return Lost()
-    at = np.flatnonzero((one == 0) & (other != 0))
-    gaps = np.flatnonzero(np.diff(at) > 1)
-    ends = np.concatenate(([-1], gaps, [at.size - 1]))
-    run = int(np.diff(ends).max(initial=0))
-    return Lost(at.size, float(np.square(other[at]).sum()), run)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from zexport.compare.tensor import Kind, Outcome, TensorDiff
+from zexport.compare.tensor import Outcome, TensorDiff
 from zexport.compare.verdict import share, words
 from zexport.report.text import Console, print_facts, print_line, print_rest, print_table, wrapped
 from zexport.store.json import JsonObject, form_of
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 _ROWS_SHOWN = 10
 _WIDTH = 80
 _MODULES_MIN = 2
-_SUMMED_UP = frozenset({Kind.EQUAL, Kind.ROUNDED})
-"""Of these the number is enough."""
 
 
 def diff_json(report: DiffReport, *, every: bool = False) -> JsonObject:
@@ -36,7 +34,7 @@ def print_diff(console: Console, report: DiffReport, *, every: bool = False) -> 
     counted = Counter(map(words, report.tensors))
     rows = [(said, f"{count:,}") for said, count in counted.items()]
     print_table(console, ("What is seen", ">Tensors"), rows)
-    listed = [t for t in report.tensors if every or t.kind not in _SUMMED_UP]
+    listed = [t for t in report.tensors if every or not t.is_alike]
     shown = listed if every else listed[:_ROWS_SHOWN]
     if shown:
         print_line(console)
@@ -80,7 +78,7 @@ def _name(tensor: TensorDiff) -> str:
 
 def _facts(tensor: TensorDiff) -> Iterator[str]:
     """What is seen of a tensor, and the figures."""
-    yield f"{words(tensor)}: {tensor.partner}" if tensor.partner else words(tensor)
+    yield words(tensor)
     sides = ((tensor.a_dtype, tensor.a_shape), (tensor.b_dtype, tensor.b_shape))
     told = [f"{d.value} {list(s)}" for d, s in sides if d is not None and s is not None]
     if len(set(told)) > 1 or None in (tensor.a_name, tensor.b_name):

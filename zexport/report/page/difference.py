@@ -8,7 +8,7 @@ from math import prod
 
 from zexport.checkpoint.state import TrainingState
 from zexport.compare.diff import DiffReport
-from zexport.compare.tensor import Kind, TensorDiff
+from zexport.compare.tensor import Outcome, TensorDiff
 from zexport.compare.verdict import Cause, words
 from zexport.inspect.strips import Piece, strips
 from zexport.report.diff import apart, figures
@@ -24,21 +24,14 @@ _ALONE, _UNCOMPARED = _ODD + 1, _ODD + 2
 _COLORS = (
     "equal",
     "equal but for rounding",
-    "moved by up to 0.1 %",
+    "changed by up to 0.1 %",
     "by up to 1 %",
     "by up to 10 %",
     "by more",
-    "otherwise than training moves",
+    "NaN, Inf, all zero or another shape",
     "on one side alone",
     "not compared",
 )
-_MOODS = {
-    Cause.NONE: Mood.GOOD,
-    Cause.ROUNDING: Mood.GOOD,
-    Cause.TRAINING: Mood.GOOD,
-    Cause.CONVERSION: Mood.BAD,
-    Cause.OTHER_MODEL: Mood.BAD,
-}
 _COLUMNS = (
     Column("What is seen"),
     Column("Apart by", "number"),
@@ -63,7 +56,7 @@ def diff_page(report: DiffReport, a: TrainingState | None = None) -> Page:
         kind="diff",
         subject=f"{report.a} and {report.b}",
         verdict=report.verdict.sentence,
-        mood=_MOODS.get(report.verdict.cause, Mood.WARNING),
+        mood=Mood.GOOD if report.verdict.cause in (Cause.NONE, Cause.ROUNDING) else Mood.PLAIN,
         next_step="",
         facts=(
             ("A", str(report.a)),
@@ -84,13 +77,12 @@ def diff_page(report: DiffReport, a: TrainingState | None = None) -> Page:
 
 
 def _color(tensor: TensorDiff) -> int:
-    if tensor.kind is Kind.EQUAL:
-        return _EQUAL
-    if tensor.kind is Kind.ROUNDED:
-        return _ROUNDED
+    if tensor.is_alike:
+        return _EQUAL if tensor.outcome is Outcome.EQUAL else _ROUNDED
     if tensor.values is None:
         return _ALONE
-    if tensor.kind is not Kind.MOVED or tensor.values.relative_norm is None:
+    is_odd = tensor.outcome is Outcome.SHAPE or tensor.is_finite_on_one_side or tensor.zero_side
+    if is_odd or tensor.values.relative_norm is None:
         return _ODD
     return _NEAREST + sum(tensor.values.relative_norm > step for step in _STEPS)
 
@@ -125,13 +117,6 @@ def _rows(tensors: Sequence[TensorDiff], colors: Sequence[int]) -> Iterator[Row]
             "" if tensor.values is None else apart(tensor.values),
             " and ".join(dtypes),
             str(list(tensor.shape)),
-            ", ".join(_more(tensor)),
+            ", ".join(figures(tensor.values) if tensor.values and tensor.values.unequal else ()),
         )
         yield Row(tensor.name, color, cells)
-
-
-def _more(tensor: TensorDiff) -> Iterator[str]:
-    if tensor.partner:
-        yield f"values of {tensor.partner}"
-    if tensor.values is not None and tensor.values.unequal:
-        yield from figures(tensor.values)
