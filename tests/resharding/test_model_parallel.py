@@ -69,8 +69,8 @@ def test_states_of_experts_are_compared_by_whose_they_are(tmp_path: Path) -> Non
     ("name", "options", "code", "words"),
     [
         ("moe_z2_w4_ep2", {"world_size": 3}, 2, "expert-parallel size"),
-        ("moe_z2_w4_ep2", {"world_size": 2, "stage": 3}, 2, "no DeepSpeed-MoE under ZeRO-3"),
-        ("stages_moe_z1_w4_ep2", {"world_size": 2, "stage": 2}, 2, "cannot train with ZeRO-2"),
+        ("moe_z2_w4_ep2", {"world_size": 2, "stage": 3}, 2, "to ZeRO-3 .*expected 1 or 2"),
+        ("stages_moe_z1_w4_ep2", {"world_size": 2, "stage": 2}, 2, "to ZeRO-2 .*expected 1"),
     ],
 )
 def test_experts_that_cannot_be_moved_so_are_refused_with_the_reason(

@@ -10,20 +10,10 @@ from math import prod
 
 from msgspec import Struct
 
-from zexport.checkpoint.state import (
-    MASTER,
-    MODULE,
-    Cell,
-    Copy,
-    Held,
-    Parameter,
-    Role,
-    bound,
-)
+from zexport.checkpoint.state import MASTER, MODULE, Cell, Copy, Held, Parameter, Role, bound
 from zexport.errors import IncompleteCheckpointError, LayoutError
 from zexport.formats.inert import TensorRef
 from zexport.formats.torch_file import TorchFile
-from zexport.ranges.computed import Zeros
 from zexport.ranges.dtypes import DType, Shape
 from zexport.ranges.extents import ByteSource, Chain, Window
 from zexport.ranges.mosaic import Mosaic, Tile, check_cover, row_major
@@ -84,21 +74,6 @@ class Sources(Struct, frozen=True):
                 hint="Copy them from the nodes that wrote them",
             )
         return self.source
-
-
-class Padded(Struct, frozen=True):
-    """A parameter with zeros appended, such as the padding rows of a vocabulary."""
-
-    part: Parameter
-    numel: int
-
-    @property
-    def slots(self) -> Mapping[str, DType]:
-        return self.part.slots
-
-    def bind(self, slot: str) -> ByteSource:
-        missing = self.numel - prod(self.part.shape)
-        return Chain((self.part.source(slot), Zeros(missing * self.slots[slot].itemsize)))
 
 
 class Piece(Struct, frozen=True):

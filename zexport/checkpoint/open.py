@@ -26,8 +26,6 @@ from zexport.options import checks_arguments
 from zexport.store.address import place
 from zexport.store.files import reading
 
-_CHECK = "Check its permissions, and that nothing is writing there"
-
 Checkpoint: TypeAlias = "Path | str | Sequence[Path | str]"
 """A path to a checkpoint, or one for each node that has a part of it."""
 
@@ -56,7 +54,7 @@ def open_checkpoint(
     paths = [*map(place, [path] if isinstance(path, Path | str) else path)]
     if not paths:
         raise UsageError("no folder was given", hint="Pass the folder of a checkpoint")
-    with reading(paths[0], hint=_CHECK):
+    with reading(paths[0], hint="Check its permissions, and that nothing is writing there"):
         if tag != NEWEST:
             found = [locate(one, tag, follow_symlinks=follow_symlinks) for one in paths]
             opened = open_locations(found)

@@ -33,15 +33,7 @@ from zexport.store.address import Address, last_names
 from zexport.store.boundary import Boundary
 from zexport.store.contents import read_regular
 from zexport.store.files import reading
-from zexport.store.folders import (
-    absolute,
-    child_folders,
-    exists,
-    is_file,
-    is_folder,
-    is_link,
-    real,
-)
+from zexport.store.folders import absolute, child_folders, exists, is_file, is_folder, is_link, real
 from zexport.store.publish import check_finished, is_unfinished
 
 NEWEST = "newest"
@@ -181,8 +173,9 @@ def locate_all(path: Path, *, follow_symlinks: bool = False) -> Iterator[tuple[s
 
 def location_of(tag_dir: Path, chosen: TagChoice, boundary: Boundary) -> Location:
     root, tag = tag_dir.parent, tag_dir.name
-    framework = framework_of(root, tag)
-    return Location(root, tag, chosen, framework, list_tags(root), boundary, real(root))
+    return Location(
+        root, tag, chosen, framework_of(root, tag), list_tags(root), boundary, real(root)
+    )
 
 
 def framework_of(root: Path, tag: str) -> Framework:
@@ -320,9 +313,9 @@ def list_candidates(folder: Path, boundary: Boundary) -> tuple[Candidate, ...]:
     places = {run.name: run / list_tags(run)[-1] for run in runs}
     places |= {tag: folder / tag for tag in list_tags(folder)}
     names = sorted(places, key=_by_number)
-    numbered = sorted(names, key=lambda name: _DIGITS.search(name) is None)  # without number: last
-    read = numbered[-READ_MAX:] if len(names) > 1 else []
-    steps = {name: recorded_step(places[name], boundary) for name in read}
+    # Those without a number are last.
+    numbered = sorted(names, key=lambda name: _DIGITS.search(name) is None)[-READ_MAX:]
+    steps = {name: recorded_step(places[name], boundary) for name in numbered if len(names) > 1}
     known, before = dict[str, int](), dict[str, int]()
     for name in names:
         step, pattern = steps.get(name), name_pattern(name)

@@ -191,17 +191,9 @@ class Cell(Struct, frozen=True):
         stage = f"{self.index}, " if self.index else ""
         return f"{stage}expert rank {self.expert_rank}"
 
-    @property
-    def differing(self) -> list[str]:
-        """Keys of client state, and buffers, that differ between ranks."""
-        tables = [said.values for own in self.own for said in (own.client, own.buffers)]
-        return [*dict.fromkeys(key for values in tables for key in values)]
-
-    def trained(self) -> Iterator[Parameter]:
-        """Yield the parameters of all groups, in the optimizer's order."""
-        for group in self.groups:
-            for name in group.names:
-                yield self.parameters[name]
+    def trained(self) -> list[Parameter]:
+        """Return the parameters of all groups, in the optimizer's order."""
+        return [self.parameters[name] for group in self.groups for name in group.names]
 
 
 def joined(cells: Sequence[Cell]) -> Cell:

@@ -38,8 +38,7 @@ def run_warnings(state: TrainingState) -> Iterator[str]:
         yield f"{location.name}: files or names of different steps ({listed}). Copy it again"
     for part in state.parts:  # ZeRO-3 has nothing else that ties ranks of one run together
         ours, theirs = _losses(saved), _losses(_read(part))
-        differing = [one for one in ours.keys() & theirs.keys() if ours[one] != theirs[one]]
-        if differing:
+        if differing := [one for one in ours.keys() & theirs.keys() if ours[one] != theirs[one]]:
             step = min(differing)
             yield (
                 f"{part.root}: {_STATE} has another loss at step {step} ({theirs[step]}) than "
@@ -50,21 +49,13 @@ def run_warnings(state: TrainingState) -> Iterator[str]:
 
 def checkpoint_before(location: Location) -> Path | None:
     """Return the Trainer's checkpoint folder before this one in the run."""
-    steps: dict[int, Path] = {}
-    with suppress(OSError):  # another user's folder
-        siblings = (
-            (_FOLDER_STEP.fullmatch(p.name), p) for p in children(location.real_root.parent)
-        )
-        steps = {int(found[1]): path for found, path in siblings if found}
     own = _FOLDER_STEP.fullmatch(location.real_root.name)
-    older = [step for step in steps if own and step < int(own[1])]
-    return steps[max(older)] if older else None
-
-
-def best_of(location: Location) -> str | None:
-    """Return the path that the Trainer recorded as its best checkpoint so far."""
-    best = _read(location).get("best_model_checkpoint")
-    return best if isinstance(best, str) else None
+    older: dict[int, Path] = {}
+    with suppress(OSError):  # another user's folder
+        for path in children(location.real_root.parent) if own else ():
+            found = _FOLDER_STEP.fullmatch(path.name)
+            older |= {int(found[1]): path} if found and own and int(found[1]) < int(own[1]) else {}
+    return older[max(older)] if older else None
 
 
 def _losses(saved: JsonObject) -> dict[int, str]:

@@ -16,8 +16,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from zexport.checkpoint.resolve import LATEST, Framework, Location
-from zexport.checkpoint.trainer_state import best_of
-from zexport.errors import CheckpointError
+from zexport.errors import CheckpointError, ZexportError
 from zexport.filenames import MANIFEST_NAME
 from zexport.formats.torch_file import read_torch_file
 from zexport.plan.plan import SideFile
@@ -25,6 +24,7 @@ from zexport.printable import shown, some
 from zexport.store.contents import read_json_object
 from zexport.store.files import reading
 from zexport.store.folders import children, exists, is_file, is_folder, leaves
+from zexport.store.json import JsonObject
 from zexport.train.options import OPTIONS_FILE, without_auto
 
 
@@ -72,7 +72,10 @@ def beside(
     warnings, notes = list[str](), list[str]()
     if location.framework is Framework.HF_TRAINER:
         kept = _with_trainers_rng(kept, ranks)
-        if (best := best_of(location)) is not None:
+        state: JsonObject = {}
+        with suppress(ZexportError):
+            state = read_json_object(location.root / "trainer_state.json")
+        if isinstance(best := state.get("best_model_checkpoint"), str):
             warnings.append(
                 f"trainer_state.json: with load_best_model_at_end, Trainer loads {shown(best)} "
                 "when training ends, and fails for other ranks or another stage. Reshard it too, "

@@ -130,7 +130,7 @@ class ModelFiles:
         if not self._cell.own or not isinstance(self._module, Ordered):
             return self._carried, self._module
         own = self._cell.own[rank if keeps_own(self._cell, self._settings) else 0]
-        differing = self._cell.differing
+        differing = differing_keys(self._cell)
         module = Ordered(_replaced(self._module, written(own.buffers), differing))
         module.attributes = self._module.attributes
         client = written(own.client, self._dropped)
@@ -198,6 +198,13 @@ def keeps_own(cell: Cell, settings: Settings) -> bool:
     if not isinstance(settings, TargetSettings) or settings.stage != ZERO3:
         return False
     return settings.world_size == len(cell.own)
+
+
+def differing_keys(cell: Cell) -> list[object]:
+    """Return keys of client state, and buffers, that differ between ranks."""
+    return [
+        *dict.fromkeys(k for own in cell.own for k in (*own.client.values, *own.buffers.values))
+    ]
 
 
 def _replaced(

@@ -23,7 +23,7 @@ from zexport.ranges.replicas import CastReplica, Replica
 from zexport.resharding.changes import batch_of, describe_batch_change, describe_config_changes
 from zexport.resharding.folders import Beside, Ranks, beside
 from zexport.resharding.loaders import HOW_TO_LOAD, check_loadable, lost_in_loading
-from zexport.resharding.model_files import keeps_own
+from zexport.resharding.model_files import differing_keys, keeps_own
 from zexport.resharding.native_files import native_files
 from zexport.resharding.resumable import resumable
 from zexport.resharding.settings import (
@@ -276,7 +276,7 @@ def _lost(checkpoint: TrainingState, settings: Settings, dropped: tuple[str, ...
     if dropped:
         yield f"left out, as it cannot be written safely: client state {', '.join(dropped)}"
     cells = (cell for cell in checkpoint.cells if not keeps_own(cell, settings))
-    if differing := dict.fromkeys(str(key) for cell in cells for key in cell.differing):
+    if differing := dict.fromkeys(str(key) for cell in cells for key in differing_keys(cell)):
         yield (
             f"client state and buffers differ between ranks ({some([*differing], 8)}): every rank "
             "gets those of rank 0, except for ZeRO-3 with as many ranks as before"

@@ -22,7 +22,15 @@ from zexport.checkpoint.state import Cell, FileKind, Group, Parameter, Recorded,
 from zexport.checkpoint.zero.expert_layers import autoep_weights, join_experts, native_name
 from zexport.checkpoint.zero.file_names import rank_file_name
 from zexport.checkpoint.zero.records import ZERO3, ModelStates
-from zexport.checkpoint.zero.tensor_parallel import tensor_ranks
+from zexport.checkpoint.zero.tensor_parallel import (
+    FUSED,
+    HALVES,
+    REFUSED,
+    ROWS,
+    VOCABULARY,
+    TensorRanks,
+    tensor_ranks,
+)
 from zexport.checkpoint.zero.universal import FOLDER, OPTIMIZER_STATE, STEP
 from zexport.errors import UnsafeError, UnsupportedError
 from zexport.formats.inert import TensorLeaf
@@ -84,7 +92,7 @@ def whole_of(state: TrainingState) -> Whole:
             for name in names:
                 one, _ = ranks.join([cell.parameters[name] for cell in cells])
                 parameters.setdefault(name, ranks.trim(one))
-                keys[name] = ranks.universal_keys(name)
+                keys[name] = _split_keys(ranks, name)
             continue
         layers = autoep_weights(models[first // count])
         for name in names:  # without ZeRO, only the cells have optimizer states of fp32 experts
@@ -248,3 +256,19 @@ def _merge_groups(stages: Sequence[Sequence[Group]]) -> tuple[Group, ...]:
         found.append(replace(alike[0], names=tuple(names)))
         seen.update(names)
     return tuple(found)
+
+
+def _split_keys(ranks: TensorRanks, name: str) -> dict[object, object]:
+    """Return the keys by which DeepSpeed splits a parameter of a universal checkpoint."""
+    if ranks.recorded(FUSED, name) is not None and not ranks.record.has(REFUSED):
+        raise UnsupportedError(
+            f"{name!r} has fused parts, which zexport cannot record in a universal checkpoint",
+            path=ranks.record.path,
+            hint="Reshard to rank files with --world-size, or convert with ds_to_universal",
+        )
+    keys: dict[object, object] = {"cat_dim": 1 if ranks.recorded(ROWS, name) else 0}
+    if ranks.recorded(HALVES, name):
+        keys["param_n_sub_params"] = 2
+    if ranks.recorded(VOCABULARY, name):
+        keys["vocab_tensor"] = True
+    return keys

@@ -25,9 +25,10 @@ from zexport.checkpoint.fsdp.tree import (
     missing,
     piece,
     refuse_unknown,
+    unsafe,
 )
 from zexport.checkpoint.state import MASTER, Role
-from zexport.errors import IncompleteCheckpointError, UnsafeError, UnsupportedError
+from zexport.errors import IncompleteCheckpointError, UnsupportedError
 from zexport.formats.inert import Global, Opaque, OpaqueKey
 from zexport.formats.known_globals import DTYPES
 from zexport.formats.pickle_view import PickleView
@@ -138,12 +139,7 @@ def _entries(
         info = fields(PickleView(storage.path, "_StorageInfo", value), "_StorageInfo")
         name = info.need("relative_path").text()
         if "/" in name or "\\" in name:
-            raise UnsafeError(
-                "names a file outside its folder",
-                path=storage.path,
-                found=repr(name),
-                hint="Do not load this folder with torch; ask who made it",
-            )
+            raise unsafe("names a file outside its folder", storage.path, repr(name))
         if info.get("transform_descriptors").value is not None:
             raise UnsupportedError(
                 "entries are compressed or otherwise transformed",

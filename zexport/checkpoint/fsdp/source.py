@@ -86,8 +86,7 @@ def _trees(folder: Path) -> tuple[Tree, Tree]:
         tree = read_dcp(folder)
         # Accelerate's folder of the model itself may be passed
         beside = folder.parent / folder.name.replace("pytorch_model_fsdp", "optimizer")
-        is_other = beside != folder and is_file(beside / METADATA)
-        return tree, read_dcp(beside) if is_other else tree
+        return tree, read_dcp(beside) if beside != folder and is_file(beside / METADATA) else tree
     if shards := [path for path in paths if SHARD.fullmatch(path.name)]:
         model = read_shards(shards)
         optimizers = [path for path in paths if is_file(path / METADATA)]

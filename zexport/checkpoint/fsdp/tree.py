@@ -127,15 +127,16 @@ def damaged(
     )
 
 
-def refuse_unknown(path: Path, unknown: tuple[Global, ...], known: tuple[str, ...]) -> None:
-    """Raise if a pickle names a global that torch does not write into these files.
+def unsafe(problem: str, path: Path, found: str) -> UnsafeError:
+    """Return the error for a pickle that zexport reads safely, but torch would not."""
+    return UnsafeError(
+        problem, path=path, found=found, hint="Do not load it with torch; ask who made it"
+    )
 
-    zexport would not run it, but whoever put it there meant others to run it.
-    """
-    if foreign := [one for one in unknown if not str(one).startswith(known)]:
-        raise UnsafeError(
-            "pickle names code that a checkpoint does not need",
-            path=path,
-            found=", ".join(map(str, foreign[:4])),
-            hint="Do not load this file with torch.load; ask who made it",
+
+def refuse_unknown(path: Path, unknown: tuple[Global, ...], known: tuple[str, ...]) -> None:
+    """Raise if a pickle names a global that torch does not write into these files."""
+    if foreign := [str(one) for one in unknown if not str(one).startswith(known)]:
+        raise unsafe(
+            "pickle names code that a checkpoint does not need", path, ", ".join(foreign[:4])
         )

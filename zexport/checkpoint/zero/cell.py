@@ -9,24 +9,9 @@ from math import prod
 from msgspec.structs import replace
 
 from zexport.checkpoint.boxes import As, InFiles, Sources, in_file
-from zexport.checkpoint.state import (
-    MASTER,
-    MODULE,
-    Cell,
-    Copy,
-    Parameter,
-    Recorded,
-    Role,
-)
-from zexport.checkpoint.zero.flat_groups import (
-    FlatGroup,
-    partition_numel,
-)
-from zexport.checkpoint.zero.module_names import (
-    check_spelling,
-    find_aliases,
-    is_placeholder,
-)
+from zexport.checkpoint.state import MASTER, MODULE, Cell, Copy, Parameter, Recorded, Role
+from zexport.checkpoint.zero.flat_groups import FlatGroup, partition_numel
+from zexport.checkpoint.zero.module_names import check_spelling, find_aliases, is_placeholder
 from zexport.checkpoint.zero.ranks import Ranks
 from zexport.checkpoint.zero.records import ZERO3, ModelStates, OptimizerStates
 from zexport.errors import LayoutError, UnsupportedError
@@ -35,14 +20,11 @@ from zexport.formats.pickle_view import view
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import Chain, Window
 
-_PEFT_PREFIX = "base_model.model."
 _WHOLE_NUMBERS = frozenset({DType.BOOL, *(one for one in DType if one.value[0] in "IU")})
 
 
 def zero_cell(
-    ranks: Ranks,
-    model: ModelStates | None = None,
-    groups: Sequence[FlatGroup] | None = None,
+    ranks: Ranks, model: ModelStates | None = None, groups: Sequence[FlatGroup] | None = None
 ) -> Cell:
     """Return the cell of one model-parallel index.
 
@@ -144,7 +126,7 @@ def with_untrained(ranks: Ranks, model: ModelStates, trained: Sequence[Parameter
     # ZeRO-1 writes no table of frozen weights. Without any, names show whether a base may have been
     # excluded, as the Trainer does for PEFT.
     table, names = model.frozen_shapes, model.trained
-    is_adapted = all(name.startswith(_PEFT_PREFIX) for name in names)
+    is_adapted = all(name.startswith("base_model.model.") for name in names)
     if table is None and model.zero_config.get("stage") not in (2, ZERO3):
         unlisted = (n for n, one in parameters.items() if one.role is not Role.BUFFER)
         table = {n: () for n in unlisted if n not in names} or (None if is_adapted else {})

@@ -37,8 +37,6 @@ _CONFIG_KEYS = (
 _GROUP_KEYS = ("lr", "weight_decay", "betas", "eps", "momentum", "nesterov", "amsgrad")
 """Settings from users and schedules. Others may differ: Prodigy computes ``d`` on each rank."""
 
-_OFFLOAD = "zero_optimization.offload"
-_SHOWN = 8
 _SAMPLE_NBYTES, _DISTINCT_MIN = 4096, 64
 
 
@@ -86,7 +84,7 @@ def _shown(value: object, other: object) -> str:
     if not (isinstance(value, dict) and isinstance(other, dict)):
         return str(value)
     keys = [key for key in {**value, **other} if value.get(key) != other.get(key)]
-    return some([f"{key} {value.get(key, 'missing')}" for key in keys], _SHOWN)
+    return some([f"{key} {value.get(key, 'missing')}" for key in keys], 8)
 
 
 def _of_model(one: ModelStates) -> dict[str, object]:
@@ -128,7 +126,11 @@ def _config(file: TorchFile) -> dict[str, object]:
     config = view(file, "states").get("ds_config").table()
     used = {key: config[key] for key in _CONFIG_KEYS if key in config}
     plain = PickleView(file.path, "", used).plain_values()
-    return {key: value for key, value in plain.items() if not key.startswith(_OFFLOAD)}
+    return {
+        key: value
+        for key, value in plain.items()
+        if not key.startswith("zero_optimization.offload")
+    }
 
 
 def find_duplicates(ranks: Ranks) -> Iterator[ZexportError]:

@@ -17,16 +17,7 @@ from operator import itemgetter
 from msgspec.structs import replace
 
 from zexport.checkpoint.boxes import Sources
-from zexport.checkpoint.state import (
-    MASTER,
-    MODULE,
-    Cell,
-    Copy,
-    FileKind,
-    Parameter,
-    Role,
-    by_role,
-)
+from zexport.checkpoint.state import MASTER, MODULE, Cell, Copy, FileKind, Parameter, Role, by_role
 from zexport.checkpoint.zero.cell import check_group, flat_groups, zero_cell
 from zexport.checkpoint.zero.expert_layers import (
     ExpertLayers,

@@ -15,21 +15,11 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from zexport.checkpoint.boxes import InFiles, in_file
-from zexport.checkpoint.state import (
-    MODULE,
-    Cell,
-    Copy,
-    FileKind,
-    Parameter,
-    Role,
-    by_role,
-    joined,
-)
-from zexport.checkpoint.zero.bf16_slices import by_slices, slice_sizes
+from zexport.checkpoint.state import MODULE, Cell, Copy, FileKind, Parameter, Role, by_role, joined
 from zexport.checkpoint.zero.cell import check_module_weight, zero_cell
 from zexport.checkpoint.zero.file_names import rank_file_name, read_rank_file
 from zexport.checkpoint.zero.ranks import FROM_NODES, Ranks, TagFolder, check_grid, no_model
-from zexport.checkpoint.zero.stage0 import with_optimizers
+from zexport.checkpoint.zero.stage0 import by_slices, slice_sizes, with_optimizers
 from zexport.checkpoint.zero.tensor_parallel import join_tensor_ranks
 from zexport.errors import IncompleteCheckpointError, LayoutError, UnsupportedError
 from zexport.formats.inert import TensorRef
@@ -38,8 +28,6 @@ from zexport.formats.torch_file import TorchFile
 
 TIED = "tied_modules."
 """Prefix of a tied layer's parameters; its key and the name in the layer follow."""
-
-_DIGITS_MAX = 10
 
 
 class Layer(Struct, frozen=True):
@@ -119,7 +107,7 @@ def _column(
         int(number): stage
         for stage, cell in enumerate(cells)
         for name in (*cell.parameters, *(ranks[stage].first.buffers if cells[1:] else buffers))
-        if (number := name.partition(".")[0]).isdecimal() and len(number) < _DIGITS_MAX
+        if (number := name.partition(".")[0]).isdecimal() and len(number) < 10
     }
     if missing := sorted({*numbers, *stages} - layers.keys()):
         raise IncompleteCheckpointError(

@@ -45,12 +45,7 @@ from zexport.checkpoint.zero.ranks import (
     read_ranks,
 )
 from zexport.checkpoint.zero.records import model_states
-from zexport.errors import (
-    IncompleteCheckpointError,
-    UnsupportedError,
-    ZexportError,
-    layout_of,
-)
+from zexport.errors import IncompleteCheckpointError, UnsupportedError, ZexportError, layout_of
 from zexport.formats.torch_file import Container, TorchFile, read_torch_file
 from zexport.ranges.extents import paths_of
 from zexport.store.files import version
@@ -64,8 +59,6 @@ if TYPE_CHECKING:
 
 _MISSING_MAX = 100_000
 """Limit for ranks of which missing files are listed; a damaged file may record any number."""
-
-_PRUNED = "pruned checkpoint: it has all weights, but training cannot resume from it"
 
 Cells = Callable[[], tuple[Cell, ...]]
 
@@ -254,6 +247,7 @@ def _described(state: TrainingState, tag: TagFolder) -> TrainingState:
     pruned = [one for own in ranks for one in own.optimizer.values() if one.is_pruned]
     missing = {rank for one in ranks for rank in one.missing_ranks}
     warnings = []
+    note = "pruned checkpoint: it has all weights, but training cannot resume from it"
     if model is not None and 0 < (model.steps or 0) <= model.skipped_steps:
         warnings.append("all optimizer steps were skipped, so these are the initial weights")
     if any(file.container is Container.LEGACY for file in every):
@@ -278,7 +272,7 @@ def _described(state: TrainingState, tag: TagFolder) -> TrainingState:
         torch_files=tuple(opened.values()),
         pruned_files=frozenset(one.file.path for one in pruned),
         warnings=(*warnings, *state.whole.warnings),
-        notes=(*[_PRUNED for _ in pruned[:1]], *state.whole.notes),
+        notes=(*[note for _ in pruned[:1]], *state.whole.notes),
     )
 
 

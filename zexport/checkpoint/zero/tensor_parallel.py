@@ -8,32 +8,95 @@ patterns, Megatron-DeepSpeed only lists. Source: DeepSpeed 0.19.8, ``module_inje
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from math import prod
+from pathlib import Path
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from zexport.checkpoint.boxes import Padded, Piece, cut_boxes, join_boxes
+from zexport.checkpoint.boxes import Piece, Sources, chained, cut_boxes, join_boxes
 from zexport.checkpoint.state import Cell, Copy, Parameter, Role, joined
-from zexport.checkpoint.zero.patterns import Patterns
 from zexport.checkpoint.zero.records import ModelStates
-from zexport.errors import LayoutError, UnsupportedError
+from zexport.errors import DamagedCheckpointError, LayoutError, UnsupportedError
 from zexport.formats.pickle_view import PickleView
+from zexport.ranges.computed import Zeros
 from zexport.ranges.dtypes import Shape
 from zexport.ranges.mosaic import row_major
 
 _INFO = "universal_checkpoint_info"
 _MAPS = "affine_map"
-_REFUSED = "autotp_unsupported_parameter_patterns"
+REFUSED = "autotp_unsupported_parameter_patterns"
 _WHOLE, _AVERAGED = "tp_replicated_parameter_patterns", "parameter_to_average_patterns"
-_HALVES = "parameter_with_2_sub_params_cat_dim_0"
-_FUSED, _WIDTHS = "parameter_with_sub_params", "sub_param_shard_widths"
-_ROWS = "parameter_with_row_parallelism_patterns"  # split along dimension 1, all others along 0
-_VOCABULARY = "vocabulary_parameter_patterns"
+HALVES = "parameter_with_2_sub_params_cat_dim_0"
+FUSED, _WIDTHS = "parameter_with_sub_params", "sub_param_shard_widths"
+ROWS = "parameter_with_row_parallelism_patterns"  # split along dimension 1, all others along 0
+VOCABULARY = "vocabulary_parameter_patterns"
+_LENGTH_MAX, _WILD_MAX, _NBYTES = 1024, 256, 256 << 10
+_NAME = re.compile(r"\^?((?:\\[\W_]|[^.*+?{}\[\]()|^$\\])*+)\$")
+_ESCAPE = re.compile(r"\\(.)", re.DOTALL)
+_ALIKE = re.compile(r"(?:\\[\W_d]|\[(?!:)|\((?!\?[^:])|[^\\{}\[(])*+")
+
+
+_Match = Callable[[bytes], object]
 _WIDTHS_SINCE = 0.4
 _PARTS_MAX = 1024
+
+
+class Patterns(Struct, frozen=True):
+    """Values by name pattern."""
+
+    path: Path
+    names: Mapping[str, PickleView]
+    wild: Sequence[tuple[_Match, PickleView]]
+
+    @classmethod
+    def read(cls, items: Iterable[tuple[str, PickleView]], path: Path) -> Patterns:
+        """Compile patterns; ``path`` is the file that contains them."""
+        names: dict[str, PickleView] = {}
+        wild: list[tuple[_Match, PickleView]] = []
+        for text, value in dict(items).items():
+            if (name := _NAME.fullmatch(text)) is not None:
+                names[_ESCAPE.sub(r"\1", name[1])] = value
+            else:
+                wild.append((_compile(text, path), value))
+        if len(wild) > _WILD_MAX:
+            raise UnsupportedError("too many name patterns", path=path, found=len(wild))
+        return cls(path, names, wild)
+
+    def get(self, name: str) -> PickleView | None:
+        """Return the value whose pattern matches a name."""
+        encoded = name.encode(errors="surrogatepass")
+        found = [value for match, value in self.wild if match(encoded) is not None]
+        found += [self.names[name]] if name in self.names else []
+        if len(found) > 1:
+            raise DamagedCheckpointError(
+                f"{len(found)} patterns describe how {name!r} is split",
+                path=self.path,
+                hint="Copy this file again",
+            )
+        return found[0] if found else None
+
+
+def _compile(pattern: str, path: Path) -> _Match:
+    import re2  # noqa: PLC0415 - most checkpoints have no pattern that needs it
+
+    options = re2.Options()
+    options.max_mem, options.never_capture, options.log_errors = _NBYTES, True, False
+    with suppress(re2.error):
+        if len(pattern) <= _LENGTH_MAX and _ALIKE.fullmatch(pattern):
+            encoded = pattern.encode(errors="surrogatepass")
+            match: _Match = re2.compile(encoded, options).match
+            return match
+    raise UnsupportedError(
+        "unsupported name pattern",
+        path=path,
+        found=repr(pattern[:80]),
+        expected=r"names with \d+, [0-9], .* and (a|b)",
+    )
 
 
 Box = tuple[int, Shape, Shape, Shape]
@@ -50,7 +113,8 @@ class TensorRanks(Struct, frozen=True):
     shards: Mapping[str, Sequence[Shape]]
     tables: Mapping[str, Patterns]
 
-    def _recorded(self, table: str, name: str) -> PickleView | None:
+    def recorded(self, table: str, name: str) -> PickleView | None:
+        """Return what a table of the record has for a parameter."""
         return self.tables[table].get(name)
 
     def join(self, parts: Sequence[Parameter]) -> tuple[Parameter, list[Copy]]:
@@ -71,7 +135,12 @@ class TensorRanks(Struct, frozen=True):
         if whole.shape != shape:
             if whole.shape != (kept := self._without_padding(name, shape)):
                 raise LayoutError(f"{name!r} has another shape than its record", whole.shape, kept)
-            whole = Parameter(name, shape, whole.role, (Padded(whole, prod(shape)),))
+            missing = prod(shape) - prod(whole.shape)
+            held = []
+            for slot, dtype in whole.slots.items():
+                source = chained([whole.source(slot), Zeros(missing * dtype.itemsize)])
+                held.append(Sources(slot, dtype, source))
+            whole = Parameter(name, shape, whole.role, tuple(held))
         own = [Piece(whole, *box) for owner, *box in boxes if owner == rank]
         return cut_boxes(whole, self.shards[name][rank], own)
 
@@ -83,42 +152,28 @@ class TensorRanks(Struct, frozen=True):
 
     def _without_padding(self, name: str, shape: Shape) -> Shape:
         size = self.record.get("original_vocab_size").number_or(None) or 0
-        is_padded = self._recorded(_VOCABULARY, name) and shape and 0 < size < shape[0]
+        is_padded = self.recorded(VOCABULARY, name) and shape and 0 < size < shape[0]
         return (size, *shape[1:]) if is_padded else shape
-
-    def universal_keys(self, name: str) -> dict[object, object]:
-        """Return the keys by which DeepSpeed splits a parameter of a universal checkpoint."""
-        if self._recorded(_FUSED, name) is not None and not self.record.has(_REFUSED):
-            raise UnsupportedError(
-                f"{name!r} has fused parts, which zexport cannot record in a universal checkpoint",
-                path=self.record.path,
-                hint="Reshard to rank files with --world-size, or convert with ds_to_universal",
-            )
-        keys: dict[object, object] = {"cat_dim": 1 if self._recorded(_ROWS, name) else 0}
-        if self._recorded(_HALVES, name):
-            keys["param_n_sub_params"] = 2
-        if self._recorded(_VOCABULARY, name):
-            keys["vocab_tensor"] = True
-        return keys
 
     def _find(self, name: str) -> tuple[Shape, list[Box]]:
         """Return the whole shape of a tensor, and the boxes of its slices."""
-        if (reason := self._recorded(_REFUSED, name)) is not None:
+        if (reason := self.recorded(REFUSED, name)) is not None:
             raise self._unsupported(name, reason.text_or(None) or "DeepSpeed gives no reason")
-        if (entry := self._recorded(_MAPS, name)) is not None:
+        if (entry := self.recorded(_MAPS, name)) is not None:
             return self._by_map(name, entry)
         # Averaged tensors are equal on all ranks or cannot be joined exactly: they are compared.
-        if self._recorded(_WHOLE, name) or self._recorded(_AVERAGED, name):
+        if self.recorded(_WHOLE, name) or self.recorded(_AVERAGED, name):
             return self._replicated(name)
-        shards, fused = self.shards[name], self._recorded(_FUSED, name)
-        dim = 1 if self._recorded(_ROWS, name) else 0
-        if self._recorded(_HALVES, name):
+        shards, fused = self.shards[name], self.recorded(FUSED, name)
+        dim = 1 if self.recorded(ROWS, name) else 0
+        if self.recorded(HALVES, name):
             dim = 0
         elif fused is not None:
             dim = fused.need("partition_dim").number()
         elif dim == 0 and len(shards[0]) == 1 and not self._follows_a_weight(name):
             raise self._unsupported(name, "no record says whether ranks have it whole or split")
-        if not 0 <= dim < len(shards[0]) or len({_resized(one, dim, 0) for one in shards}) > 1:
+        rests = {(len(shard), _resized(shard, dim, 0)) for shard in shards}
+        if not 0 <= dim < len(shards[0]) or len(rests) > 1:
             expected = f"equal except for dimension {dim}"
             raise LayoutError(f"slices of {name!r} do not fit together", shards, expected)
         own, zero, boxes = [shard[dim] for shard in shards], (0,) * len(shards[0]), list[Box]()
@@ -170,11 +225,11 @@ class TensorRanks(Struct, frozen=True):
 
         Older records have the widths of whole parts, or the number of equal ones.
         """
-        fused, parts, count = self._recorded(_FUSED, name), list[int](), 2
-        if not self._recorded(_HALVES, name):
+        fused, parts, count = self.recorded(FUSED, name), list[int](), 2
+        if not self.recorded(HALVES, name):
             if fused is None:
                 return [own]
-            if (recorded := self._recorded(_WIDTHS, name)) is not None:
+            if (recorded := self.recorded(_WIDTHS, name)) is not None:
                 return [[width.number() for width in row.items()] for row in recorded.items()]
             version = self.record.get("universal_checkpoint_version").value
             if isinstance(version, int | float) and version >= _WIDTHS_SINCE:
@@ -218,15 +273,15 @@ def tensor_ranks(
         raise UnsupportedError("unknown version of affine_map", path=record.path)
     items = {
         _MAPS: () if maps.value is None else maps.get("params").entries(),
-        _REFUSED: record.get(_REFUSED).entries(),
+        REFUSED: record.get(REFUSED).entries(),
         _WIDTHS: record.get(_WIDTHS).entries(),
-        _FUSED: [
+        FUSED: [
             (pattern.text(), entry)
-            for entry in record.get(_FUSED).items()
+            for entry in record.get(FUSED).items()
             for pattern in entry.need("patterns").items()
         ],
     }
-    for key in (_WHOLE, _AVERAGED, _HALVES, _ROWS, _VOCABULARY):
+    for key in (_WHOLE, _AVERAGED, HALVES, ROWS, VOCABULARY):
         items[key] = ((item.text(), item) for item in record.get(key).items())
     tables = {key: Patterns.read(own, record.path) for key, own in items.items()}
     return TensorRanks(record, shards, tables)
