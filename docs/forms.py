@@ -63,13 +63,7 @@ _FORMS: dict[str, tuple[str, int, tuple[type, ...]]] = {
 
 _NUMBER = "Number of this form; it grows when a key changes its meaning or goes."
 _DIGEST = "BLAKE3 digest of the file less the line that this stands in."
-ENVIRONMENT = {
-    "description": "Options that environment variables set, and which variable each; only where "
-    "there are any.",
-    "type": "object",
-    "additionalProperties": {"type": "string"},
-}
-_SOMETIMES = ("nbytes_compared", "environment", "base")
+_SOMETIMES = ("nbytes_compared", "base")
 """Keys that stand only where there is something to tell."""
 
 _ENTRY = re.compile(r"^ {8}(\w[\w, ]*): (.*(?:\n {12}.*)*)", re.M)
@@ -82,8 +76,6 @@ def schemas() -> dict[str, dict[str, Any]]:
         manifest = made[name]["properties"]
         manifest["blake3"] = {"description": _DIGEST, "type": "string"}
         del manifest["provenance"]  # the keys of which stand beside the others
-    for name in ("diff", "export", "finish", "part", "plan", "reshard", "reshard_plan", "verify"):
-        made[name]["properties"]["environment"] = ENVIRONMENT
     for name, schema in made.items():
         sometimes = (*_SOMETIMES, *(["warnings"] if "manifest" in name else []))
         schema["required"] = [key for key in schema["properties"] if key not in sometimes]

@@ -134,21 +134,6 @@ def test_a_failure_has_the_form_of_a_result_and_its_hint_apart(
     assert len(done.stdout.splitlines()) == 1
 
 
-def test_what_nobody_typed_is_told_though_all_is_to_be_quiet(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ZEXPORT_CONSOLIDATE_DTYPE", "fp16")
-    monkeypatch.setenv("ZEXPORT_WATCH_KEEP", "1")
-    (tmp_path / "run").mkdir()
-    for words, option in (
-        (["consolidate", ZERO3, tmp_path / "model"], "--dtype"),
-        (["watch", tmp_path / "run", tmp_path / "outs", "--once"], "--keep"),
-    ):
-        done = CliRunner().invoke(cli, [*map(str, words), "-q"])
-        assert (done.exit_code, done.stdout) == (0, "")
-        assert f"{option} from ZEXPORT_{words[0].upper()}_" in done.stderr
-
-
 def test_no_single_look_waits_for_a_run(tmp_path: Path) -> None:
     said, code = refusal("watch", tmp_path / "nope", tmp_path / "outs", "--once")
     assert (code, "does not exist" in said) == (3, True)

@@ -38,7 +38,7 @@ PLAIN = FIXTURES / "z3_w2_bf16" / "ckpt"
 each_case = pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES])
 
 
-_SOMETIMES = ("nbytes_compared", "environment", "base")
+_SOMETIMES = ("nbytes_compared", "base")
 """Keys that stand only where there is something to tell."""
 
 

@@ -122,22 +122,14 @@ def test_what_is_left_out_on_purpose_is_counted(has_frozen: bool, tmp_path: Path
     assert all(name in sentence for name in list(model.frozen)[:3])
 
 
-def test_dtype_names_and_options_of_the_environment_are_told(tmp_path: Path) -> None:
-    variable = "ZEXPORT_CONSOLIDATE_DTYPE"
-    plain = run("consolidate", FIXTURE, tmp_path / "out", **{variable: "bf16"})[0]
+def test_options_are_read_from_the_environment_and_not_repeated(tmp_path: Path) -> None:
+    words = ("consolidate", FIXTURE, tmp_path / "out")
+    plain = run(*words, ZEXPORT_CONSOLIDATE_DTYPE="bf16")[0]
     assert "bfloat16 under names of the hub" in plain
-    assert f"--dtype from {variable}" in plain
-    told = json.loads(run("inspect", FIXTURE, "--json", ZEXPORT_INSPECT_FILES="1")[0])
-    assert told["environment"] == {"--files": "ZEXPORT_INSPECT_FILES"}
-    assert "environment" not in json.loads(run("inspect", FIXTURE, "--json")[0])
-
-
-def test_a_watch_tells_which_of_its_options_come_from_the_environment(tmp_path: Path) -> None:
-    words = ("watch", trainers_run(tmp_path / "run").parent, tmp_path / "outs", "--once", "--json")
-    out, err = run(*words, ZEXPORT_WATCH_DTYPE="bf16", ZEXPORT_WATCH_THEN="true")
-    assert all(json.loads(line)["event"] in {"exported", "ran"} for line in out.splitlines())
-    for option, variable in (("dtype", "DTYPE"), ("then", "THEN")):
-        assert f"--{option} from ZEXPORT_WATCH_{variable}" in err
+    assert "ZEXPORT_" not in plain
+    assert run("inspect", FIXTURE, "--json", ZEXPORT_INSPECT_TAG="global_step2") == run(
+        "inspect", FIXTURE, "--json", "--tag", "global_step2"
+    )
 
 
 def test_verify_says_what_it_compared_with_what(tmp_path: Path) -> None:

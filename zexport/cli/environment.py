@@ -1,4 +1,4 @@
-"""Environment variables that set options: which have done so, and which mean none."""
+"""Environment variables that may not set an option, and those that set none."""
 
 from __future__ import annotations
 
@@ -10,23 +10,6 @@ from click.core import ParameterSource
 
 _OURS = "ZEXPORT_"
 _ALIKE = 0.8
-
-
-def options_set() -> Iterator[tuple[str, str]]:
-    """Options of the command that were set by environment variables, and by which."""
-    context = click.get_current_context(silent=True)
-    if context is None:
-        return
-    for option in context.command.params:
-        name = option.name or ""
-        if context.get_parameter_source(name) is ParameterSource.ENVIRONMENT:
-            yield max(option.opts, key=len), f"{context.auto_envvar_prefix}_{name.upper()}"
-
-
-def tell_of_options_set() -> None:
-    """Say it on stderr, before the work: for commands that end with no one result."""
-    for option, variable in options_set():
-        click.echo(f"Note: {option} from {variable}", err=True)
 
 
 def typed_alone(context: click.Context, option: click.Parameter, value: bool) -> bool:

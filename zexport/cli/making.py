@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Self
 import click
 from msgspec import Struct
 
-from zexport.cli.environment import tell_of_options_set
 from zexport.cli.options import (
     PATH,
     F,
@@ -200,7 +199,6 @@ def tell(
     from zexport.store.json import form_of
 
     if quiet and not as_json:
-        tell_of_options_set()
         print_warnings(PlainConsole(sys.stderr), done, alone=True)
         return
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from zexport.cli.environment import tell_of_options_set, typed_alone
+from zexport.cli.environment import typed_alone
 from zexport.cli.options import (
     PATH,
     check_option,
@@ -64,7 +64,5 @@ def prune(
         raise UsageError("--export is missing", hint=f"Name the export: zexport prune {meant}")
     with progress_printer(progress, quiet=quiet) as on_progress:
         done = beside(ckpts, export, progress=on_progress, **chosen)
-    if quiet and not json:
-        tell_of_options_set()
-    else:
+    if json or not quiet:
         put_out(done.to_json, lambda console: print_prune(console, done), as_json=json)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from zexport.cli.environment import options_set
 from zexport.errors import OutputError
 
 if TYPE_CHECKING:
@@ -44,16 +43,9 @@ def put_out(
 ) -> None:
     """A result, once as JSON for programs or once as text for people."""
     if as_json:
-        environment = dict(options_set())
-        told = form() | ({"environment": environment} if environment else {})
-        put_json(told)
-        return
-    from zexport.report.text import print_list
-
-    console = _console()
-    describe(console)
-    told_of = (f"{option} from {variable}" for option, variable in options_set())
-    print_list(console, "Options from the environment", told_of)
+        put_json(form())
+    else:
+        describe(_console())
 
 
 def put_json(told: Mapping[str, object]) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from zexport.cli.environment import tell_of_options_set
 from zexport.cli.making import quiet_option
 from zexport.cli.options import GivenPath, number_option, together
 from zexport.options import dtype_name
@@ -107,7 +106,6 @@ def train(
     explicit |= {"ds_config"} if ds_config else set()
     if options.resume:
         options = resumed(options, explicit)
-    tell_of_options_set()
     for told in without_effect(options, explicit):
         click.echo(f"Warning: {told}.", err=True)
 

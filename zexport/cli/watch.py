@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from zexport.cli.environment import tell_of_options_set
 from zexport.cli.options import (
     PATH,
     export_options,
@@ -106,7 +105,6 @@ def watch(
         verify=verify,
         is_over=_end_of_input() if until_eof else lambda: False,
     )
-    tell_of_options_set()
     if not (asked.once or until_eof or quiet):
         _begin(run, outs)
     with closing(events):  # an interrupt may come while one is told
