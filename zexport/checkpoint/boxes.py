@@ -77,7 +77,7 @@ class Sources(Struct, frozen=True):
 
 
 class Piece(Struct, frozen=True):
-    """A box: its part, its first index in the whole (``start``) and in the part (``origin``)."""
+    """A box: the part that has it, its first index in the whole (``start``) and in the part."""
 
     part: Parameter
     start: Shape

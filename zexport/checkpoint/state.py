@@ -111,8 +111,8 @@ class Recorded(Struct, frozen=True):
 class Group(Struct, frozen=True):
     """A parameter group of the optimizer; ``names`` in the order given to it.
 
-    ``settings`` are the learning rate etc., ``scalars`` optimizer states such as ``step``. Only
-    expert-data-parallel ranks partition a group ``of_experts``.
+    ``settings`` are the learning rate etc., ``scalars`` optimizer states such as ``step``. If
+    ``of_experts``, only expert-data-parallel ranks partition it.
     """
 
     names: tuple[str, ...]

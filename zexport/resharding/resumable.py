@@ -122,7 +122,6 @@ def _groups(
             order = round_robin_order(len(names), len(own[0].owners))
             names = [name for _, name in sorted(zip(order, names, strict=True))]
         kept = first.kept[one.flat_groups[0]].scalars if one.flat_groups else {}
-
         yield Group(
             names=tuple(names),
             settings=None if one.settings is None else Recorded(first.file, one.settings),

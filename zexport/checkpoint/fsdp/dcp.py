@@ -119,7 +119,9 @@ def read_dcp(folder: Path) -> Tree:
         parts = paths[name].items() if name in paths else ()
         keys = tuple(part.text_or(None) or str(count(part)) for part in parts) or (name,)
         if keys in tensors or keys in others:
-            one.fail("has the path of another value", ".".join(keys))
+            one.fail(
+                "has the same key as another value, once nested dicts are flattened", ".".join(keys)
+            )
         callee = one.value.callee if isinstance(one.value, Opaque) else None
         if isinstance(callee, Global) and callee.name == "BytesStorageMetadata":
             others[keys] = None

@@ -105,7 +105,7 @@ def _model_tree(
     chosen = named or [keys for keys in trees if not keys] or [*trees]
     if not chosen:
         hint = "Pass the folder that contains the model"
-        raise IncompleteCheckpointError("no weights", path=path, hint=hint)
+        raise IncompleteCheckpointError("contains no weights", path=path, hint=hint)
     if len(chosen) > 1:
         raise UnsupportedError(
             "several state dicts could be the model",
@@ -122,7 +122,11 @@ def _names(paths: Iterable[Keys]) -> dict[Keys, str]:
     if all(name.startswith("module.") for name in names.values()):  # DDP
         names = {keys: name.removeprefix("module.") for keys, name in names.items()}
     if (distinct := len({*names.values()})) < len(names):
-        raise LayoutError("weights have the same name without wrappers", distinct, len(names))
+        raise LayoutError(
+            "weights have the same name once wrappers such as module. are removed",
+            distinct,
+            len(names),
+        )
     return names
 
 

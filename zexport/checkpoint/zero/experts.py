@@ -101,7 +101,9 @@ def _whole(tag: TagFolder, ranks: Ranks, layers: ExpertLayers) -> Cell:
         for one in joined:
             copy = layers.stored.get(one.name)
             if layers.stored and (copy is None or copy.shape != one.shape):
-                raise LayoutError(f"no expert file has {one.name!r}", "none", list(one.shape))
+                raise LayoutError(
+                    f"expert files lack trained {one.name!r}", "none", list(one.shape)
+                )
             trained.append(one if copy is None else replace(one, held=(*one.held, *copy.held)))
     aliases = _aliases(model, layers, {one.name for one in trained})
     rest = layers.stored.keys() - aliases.keys() - {one.name for one in trained}
@@ -190,13 +192,13 @@ def _joined(alike: Sequence[Parameter], layers: ExpertLayers) -> list[Parameter]
     native = native_name(name)
     shares = equal_shares(layers.native.get(native.prefix, 0) if native else 0, len(alike))
     if native is None or native.number >= len(shares[0]):
-        raise LayoutError(f"no expert file has {name!r}", "none", "one per expert")
+        raise LayoutError(f"expert files lack trained {name!r}", "none", "one per expert")
     names = [native.of(share[native.number]) for share in shares]
     return [replace(one, name=own) for own, one in zip(names, alike, strict=True)]
 
 
 def _aliases(model: ModelStates, layers: ExpertLayers, known: Collection[str]) -> dict[str, str]:
-    """Return names that are tied within an expert, for all experts of the layer."""
+    """Return alias to name for weights tied within an expert, repeated for all experts."""
     ties = [(native_name(alias), native_name(target)) for alias, target in model.shared.items()]
     return {
         one.of(number): other.of(number)

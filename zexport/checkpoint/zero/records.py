@@ -204,7 +204,7 @@ class ParameterGroup(Struct, frozen=True):
 
 
 class OptimizerStates(Struct, frozen=True):
-    """Contents of a ``*_optim_states.pt`` file; tuples have one entry per flat group, or none.
+    """Contents of a ``*_optim_states.pt`` file; tuples have an entry per flat group, or are empty.
 
     Attributes:
         stage: ZeRO stage; ``None`` for BF16_Optimizer, which records none.
@@ -238,7 +238,7 @@ class OptimizerStates(Struct, frozen=True):
 
     @property
     def groups(self) -> tuple[ParameterGroup, ...]:
-        """The parameter groups, which cover all flat groups in order."""
+        """The parameter groups: each has one or more flat groups, which are numbered in order."""
         count = len(self.masters)
         if not self.inner.has("param_groups"):  # elastic_checkpoint
             return tuple(ParameterGroup((number,), None) for number in range(count))

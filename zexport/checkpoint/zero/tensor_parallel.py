@@ -175,7 +175,9 @@ class TensorRanks(Struct, frozen=True):
         rests = {(len(shard), _resized(shard, dim, 0)) for shard in shards}
         if not 0 <= dim < len(shards[0]) or len(rests) > 1:
             expected = f"equal except for dimension {dim}"
-            raise LayoutError(f"slices of {name!r} do not fit together", shards, expected)
+            raise LayoutError(
+                f"tensor ranks have slices of {name!r} with other shapes", shards, expected
+            )
         own, zero, boxes = [shard[dim] for shard in shards], (0,) * len(shards[0]), list[Box]()
         widths = self._part_widths(name, dim, own)
         sums = [sum(of_rank) for of_rank in zip(*widths, strict=False)]

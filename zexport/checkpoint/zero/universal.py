@@ -52,7 +52,7 @@ _CONVERTED = "Export the checkpoint that it was converted from"
 
 
 def read_universal(tag: TagFolder) -> tuple[Cell, Callable[[], tuple[Cell, ...]]]:
-    """Return all tensors, and a function for the cells that the converted ranks would have."""
+    """Return all tensors, and a function that returns what each rank had before conversion."""
     if not tag.ranks or any(0 not in one.model for one in tag.ranks.values()):
         raise no_model(tag.path)
     source = _Universal(tag)
