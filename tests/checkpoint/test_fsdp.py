@@ -195,12 +195,16 @@ def _without_last_shard_and_optimizer(folder: Path) -> None:
     (folder / "config.json").write_text('{"vocab_size": 11}')
 
 
+_NAMED, _LONG = b"\x8c\x0c__1_0.distcp", b"X\x2c\1\0\0" + b"n" * 300
+"""A file's name in a pickle, with its length; one that no file system takes."""
+
 _DAMAGES = [
     ("fsdp2_dcp", _without_file(".metadata"), IncompleteCheckpointError, ".metadata is missing"),
     ("fsdp2_dcp", _without_file("__2_0.distcp"), IncompleteCheckpointError, "is missing"),
     ("fsdp2_dcp", _truncated, DamagedCheckpointError, "it ends early"),
     ("fsdp2_dcp", _flipped, DamagedCheckpointError, "CRC-32"),
-    ("fsdp2_dcp", _metadata(b"__1_0", b"../_0"), UnsafeError, "outside"),
+    ("fsdp2_dcp", _metadata(b"__1_0", b"../_0"), UnsafeError, "cannot be in its folder"),
+    ("fsdp2_dcp", _metadata(_NAMED, _LONG), UnsafeError, "cannot be in its folder"),
     ("fsdp2_dcp", _metadata(b"BytesStorageMetadata", b"EvilStorageMetadata!"), UnsafeError, "Evil"),
     (
         "fsdp2_ranks",

@@ -50,7 +50,7 @@ _KNOWN = (
     "torch.serialization._get_layout",
     "pathlib.",
 )
-_PICKLE_NBYTES_MAX = 1 << 16
+_PICKLE_NBYTES_MAX, _NAME_NBYTES_MAX = 1 << 16, 255
 
 
 @dataclass(frozen=True)
@@ -140,8 +140,8 @@ def _entries(
         index = fields(PickleView(storage.path, "MetadataIndex", plain), "MetadataIndex")
         info = fields(PickleView(storage.path, "_StorageInfo", value), "_StorageInfo")
         name = info.need("relative_path").text()
-        if "/" in name or "\\" in name:
-            raise unsafe("names a file outside its folder", storage.path, repr(name))
+        if "/" in name or "\\" in name or len(name.encode(errors="replace")) > _NAME_NBYTES_MAX:
+            raise unsafe("names a file that cannot be in its folder", storage.path, repr(name[:99]))
         if info.get("transform_descriptors").value is not None:
             raise UnsupportedError(
                 "entries are compressed or otherwise transformed",
