@@ -18,10 +18,11 @@ from zexport.checkpoint.state import (
 from zexport.compare.diff import DiffReport, TensorDiffs, diff_tensors, make_report
 from zexport.compare.folder import ModelWeights, has_rank_files, open_weights
 from zexport.compare.settings import of_trainings
+from zexport.errors import layout_of
 from zexport.plan.plan import SourceFile
 from zexport.resharding.model_files import module_entries
 from zexport.resharding.resumable import resumable
-from zexport.resharding.values import binding, records_of, slots_of, source_of
+from zexport.resharding.values import records_of, slots_of, source_of
 from zexport.run.progress import Progress
 from zexport.weights.base_model import weights_file
 
@@ -84,7 +85,7 @@ def _sides(state: TrainingState) -> tuple[ModelWeights, ModelWeights]:
     weights: dict[str, StoredTensor] = {}
     states: dict[str, StoredTensor] = {}
     for cell in state.cells:
-        with binding(state):
+        with layout_of(state.location.tag_dir):
             named = [*_named(cell)]
         for name, slot, tensor in named:
             part = name if len(state.cells) == 1 else f"{cell.label}: {name}"

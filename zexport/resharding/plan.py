@@ -12,7 +12,7 @@ from zexport.checkpoint.boxes import state_replicas
 from zexport.checkpoint.resolve import Framework
 from zexport.checkpoint.state import TrainingState, raise_problems
 from zexport.decide import CheckpointRecord, recorded_warnings
-from zexport.errors import UnsafeError, UnsupportedError, UsageError
+from zexport.errors import UnsafeError, UnsupportedError, UsageError, layout_of
 from zexport.options import CheckMode, ReshardOptions, ResumeFormat
 from zexport.plan.plan import ExportPlan, FilePlan, Form, Origin, SideFile, SourceFile
 from zexport.plan.summary import share_memory
@@ -36,7 +36,7 @@ from zexport.resharding.settings import (
     source_config,
 )
 from zexport.resharding.universal_files import universal_files, whole_of
-from zexport.resharding.values import binding, records_of, unwritable
+from zexport.resharding.values import records_of, unwritable
 from zexport.run.manifest import Manifest
 from zexport.store.address import place
 from zexport.store.contents import read_json_object
@@ -155,7 +155,7 @@ def _planned(
     """
     tag = checkpoint.location.tag
     try:
-        with binding(checkpoint):
+        with layout_of(checkpoint.location.tag_dir):
             if isinstance(settings, TargetSettings):
                 return tuple(native_files(checkpoint, settings, tag, dropped))
             whole = whole_of(checkpoint)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 
 from zexport.checkpoint.state import (
@@ -15,10 +14,9 @@ from zexport.checkpoint.state import (
     Recorded,
     TrainingState,
 )
-from zexport.checkpoint.zero.consistency import COPY_ALL
 from zexport.checkpoint.zero.file_names import parse_name
 from zexport.checkpoint.zero.records import ModelStates
-from zexport.errors import DamagedCheckpointError, LayoutError, UnsafeError
+from zexport.errors import UnsafeError
 from zexport.formats.inert import (
     FragmentAddress,
     Global,
@@ -196,21 +194,6 @@ def slots_of(one: Parameter) -> dict[str, DType]:
 def source_of(one: Parameter, slot: str) -> ByteSource:
     """Return the elements of a slot that ``slots_of`` lists."""
     return one.source(None if slot == MASTER else slot)
-
-
-@contextmanager
-def binding(state: TrainingState) -> Iterator[None]:
-    """Raise a ``LayoutError`` of optimizer states, which are checked when bound, with the path."""
-    try:
-        yield
-    except LayoutError as error:
-        raise DamagedCheckpointError(
-            error.problem,
-            path=state.location.tag_dir,
-            found=error.found,
-            expected=error.expected,
-            hint=error.hint or COPY_ALL,
-        ) from error
 
 
 def records_of(cell: Cell) -> tuple[Recorded, Recorded]:

@@ -23,7 +23,7 @@ from zexport.checkpoint.fsdp.tree import NO_TREE, Tree, damaged, leaves
 from zexport.checkpoint.resolve import Location
 from zexport.checkpoint.state import Cell, StoredTensor, TrainingState, stored_tensors
 from zexport.checkpoint.zero.records import scalar
-from zexport.errors import LayoutError, ZexportError
+from zexport.errors import ZexportError, layout_of
 from zexport.formats.pickle_view import view
 from zexport.formats.torch_file import TorchFile, read_torch_file
 from zexport.store.folders import children, is_file, is_folder
@@ -57,12 +57,11 @@ def open_fsdp(locations: Sequence[Location]) -> TrainingState:
     tensors: tuple[StoredTensor, ...] = ()
     problems: list[ZexportError] = []
     try:
-        location.boundary.check_tree(folder)
-        model, optimizer = _trees(folder)
-        whole = cell_of(model, optimizer, folder)
-        tensors = stored_tensors(whole)
-    except LayoutError as error:
-        problems = [damaged(error.problem, folder, error.found, error.expected)]
+        with layout_of(folder):
+            location.boundary.check_tree(folder)
+            model, optimizer = _trees(folder)
+            whole = cell_of(model, optimizer, folder)
+            tensors = stored_tensors(whole)
     except ZexportError as error:
         problems = [error]
     files = {one.path: one for one in (*model.files, *optimizer.files)}
