@@ -76,9 +76,9 @@ class Batch(Struct, frozen=True):
 
 
 def batch_of(config: _Config, ranks: int, source: Batch | None = None) -> Batch | None:
-    """Return the batch of a DeepSpeed config; ``None`` if it is not stated.
+    """Return the batch of a DeepSpeed config; ``None`` if it is not recorded.
 
-    Ranks that share a sequence are as stated, or as in ``source``, if that divides the ranks.
+    Ranks that share a sequence are as recorded, or as in ``source``, if that divides the ranks.
     Source: DeepSpeed 0.19.8, ``runtime/config.py`` (``_set_batch_related_parameters``): the third
     number follows from two, and accumulation defaults to 1.
     """

@@ -59,8 +59,7 @@ class ReshardProvenance(Struct, frozen=True):
         ds_config: the configuration that was given for it with ``--ds-config``; null without.
         dropped: keys of the client's state that were left out.
         accounting: where every element of the flat partitions went.
-        warnings: what was told when it was made, beside the checkpoint's own; only where there was
-            anything.
+        warnings: those of planning, without the checkpoint's own; left out if there are none.
     """
 
     checkpoint: CheckpointRecord

@@ -60,7 +60,7 @@ A run keeps its own unless it is given one, so that its size may differ.
 class Whole(Struct, frozen=True):
     """What a universal checkpoint has of all ranks.
 
-    ``keys`` are what the files of split parameters have besides values, by parameter.
+    ``keys`` are what the files of split parameters have in addition to values, by parameter.
     """
 
     parameters: Mapping[str, Parameter]

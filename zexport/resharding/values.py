@@ -208,7 +208,7 @@ def records_of(cell: Cell) -> tuple[Recorded, Recorded]:
 
 
 def _recorded_optimizer(model: ModelStates, file: TorchFile) -> Recorded:
-    """Return what ZeRO's optimizer states file would have besides states, of a run without ZeRO.
+    """Return what ZeRO's optimizer states file would have except states, of a run without ZeRO.
 
     The rest of a loss scaler is in the config (``runtime/constants.py``).
     """

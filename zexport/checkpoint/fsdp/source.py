@@ -84,8 +84,8 @@ def _trees(folder: Path) -> tuple[Tree, Tree]:
     if any(path.name == METADATA or path.name.endswith(".distcp") for path in paths):
         tree = read_dcp(folder)
         # Accelerate's folder of the model itself may be passed
-        beside = folder.parent / folder.name.replace("pytorch_model_fsdp", "optimizer")
-        return tree, read_dcp(beside) if beside != folder and is_file(beside / METADATA) else tree
+        other = folder.parent / folder.name.replace("pytorch_model_fsdp", "optimizer")
+        return tree, read_dcp(other) if other != folder and is_file(other / METADATA) else tree
     if shards := [path for path in paths if SHARD.fullmatch(path.name)]:
         model = read_shards(shards)
         optimizers = [path for path in paths if is_file(path / METADATA)]
