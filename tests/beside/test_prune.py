@@ -33,7 +33,6 @@ from zexport.beside import sightings
 from zexport.checkpoint.zero.records import PRUNED
 from zexport.compare.verdict import Cause
 from zexport.errors import (
-    AmbiguousTagError,
     CheckpointError,
     IncompleteCheckpointError,
     NotACheckpointError,
@@ -135,12 +134,6 @@ def test_a_place_that_the_system_refuses_is_told_by_watch_and_prune(tmp_path: Pa
         watch(refused, tmp_path / "outs")
     with pytest.raises(OutputError, match="cannot be written: File name too long"):
         watch(tmp_path / "run", refused)
-
-
-def test_root_of_file_system_is_refused(tmp_path: Path) -> None:
-    """As no checkpoint, or as ambiguous: runs may be in folders such as ``/tmp``."""
-    with pytest.raises((NotACheckpointError, AmbiguousTagError)):
-        prune("/", tmp_path / "out")
 
 
 def test_deepspeed_finds_no_optimizer_state_where_moments_were(tmp_path: Path) -> None:

@@ -40,6 +40,12 @@ def _load(out: Path) -> Tensors:
 @example(
     model=Model([{"a": values((1,), 1)}]), run=Run(2, 5), dtype=ExportDType.FP32, shard_nbytes=1
 )
+@example(  # an empty tensor in a file without checksums
+    model=Model([{"a": values((1,), 1), "b": values((0,), 2)}]),
+    run=Run(3, 1, sub_group_numel=1, legacy=True),
+    dtype=ExportDType.FP32,
+    shard_nbytes=1,
+)
 def test_any_checkpoint_is_exported_as_the_naive_answer(
     model: Model, run: Run, dtype: ExportDType, shard_nbytes: int
 ) -> None:

@@ -153,7 +153,7 @@ def find_duplicates(ranks: Ranks) -> Iterator[ZexportError]:
             )
 
 
-def _evidence(one: OptimizerStates) -> tuple[int, ...]:
+def _evidence(one: OptimizerStates) -> tuple[int, ...] | bytes:
     """Return the CRC-32 of all tensors, or the first master weights of a legacy file.
 
     Nothing if different ranks may have the same: padding (all zeros), constants.
@@ -163,8 +163,8 @@ def _evidence(one: OptimizerStates) -> tuple[int, ...]:
         sums = tuple(int(one.file.checksum(ref.storage)) for ref in refs)
         return sums if len({*sums}) > 1 else ()
     for ref in one.masters:
-        (extent,) = one.file.source(ref).extents(0, min(ref.nbytes, _SAMPLE_NBYTES))
-        words = memoryview(read_range(extent.path, extent.offset, extent.nbytes)).cast("I")
-        if len({*words}) >= _DISTINCT_MIN:
-            return tuple(words)
+        extents = one.file.source(ref).extents(0, min(ref.nbytes, _SAMPLE_NBYTES))
+        data = b"".join(read_range(it.path, it.offset, it.nbytes) for it in extents)
+        if len({data[start : start + 4] for start in range(0, len(data), 4)}) >= _DISTINCT_MIN:
+            return data
     return ()
