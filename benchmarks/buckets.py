@@ -27,7 +27,7 @@ import obstore
 from tests.support.buckets import BUCKET, Server, serving
 from tests.support.checkpoints import Model, Run, save, values
 from zexport import VerifyMode, consolidate, open_checkpoint, plan_export, run_export
-from zexport.plan.plan import ExportPlan
+from zexport.export.plan import ExportPlan
 from zexport.store.address import Address
 from zexport.store.blocks import BLOCK_NBYTES, joined
 

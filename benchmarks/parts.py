@@ -19,8 +19,8 @@ from typing import Any
 
 from tests.support.sparse_checkpoint import write_sparse_zero3
 from zexport import open_checkpoint, plan_export
+from zexport.export.plan import ExportPlan
 from zexport.options import ExportOptions
-from zexport.plan.plan import ExportPlan
 from zexport.run.shares import Share, shares_of
 from zexport.run.workers import run_part
 from zexport.store import files

@@ -11,8 +11,8 @@ import msgspec
 from zexport.beside.events import WatchEvent
 from zexport.beside.prune import PruneReport
 from zexport.compare.diff import DiffReport
-from zexport.decide import Provenance
-from zexport.plan.summary import PlanSummary
+from zexport.export.decide import Provenance
+from zexport.export.summary import PlanSummary
 from zexport.report.failure import Failure
 from zexport.resharding.plan import ReshardProvenance
 from zexport.run.execute import ExportReport, PartReport

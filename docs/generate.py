@@ -24,10 +24,6 @@ from docs.support import SUPPORT
 from zexport import compat
 from zexport.beside.command_line import option_of
 from zexport.cli.main import cli
-from zexport.facts.adapters import AdapterFact
-from zexport.facts.model import OF_DIFF, Fact
-from zexport.facts.rows import Severity
-from zexport.facts.training import TrainingFact
 from zexport.findings import FindingKind
 
 DOCS = Path(__file__).parent
@@ -77,11 +73,7 @@ def pages() -> dict[Path, str]:
             DOCS / "schemas" / f"{name}.json": json.dumps(schema, indent=2) + "\n"
             for name, schema in made.items()
         },
-        errors: _replaced(
-            _replaced(errors.read_text(encoding="utf-8"), "findings", findings_table()),
-            "facts",
-            facts_table(),
-        ),
+        errors: _replaced(errors.read_text(encoding="utf-8"), "findings", findings_table()),
         DOCS / "cli.md": "\n".join([_CLI_HEAD, *_commands()]),
         interfaces: text,
         DOCS / "python.md": _python_page(),
@@ -228,22 +220,6 @@ def findings_table() -> str:
         f"| `{kind.value}` | {_MEANING[kind]} | "
         f"{'refused, unless allowed' if kind.is_refused else 'told'} |\n"
         for kind in FindingKind
-    )
-
-
-def facts_table() -> str:
-    """What several files say, and what it leads to where they disagree."""
-    head = "| what is told | what follows | about |\n|---|---|---|\n"
-    allowed = {kind: f"refused; `--allow {kind.value}` goes on" for kind in FindingKind}
-    return head + "".join(
-        f"| {row.problem} | "
-        + (
-            allowed.get(row.kind, "refused")
-            if row.severity is Severity.REFUSED
-            else row.severity.value
-        )
-        + f" | {row.name} |\n"
-        for row in (f.value for f in (*TrainingFact, *Fact, *AdapterFact) if f not in OF_DIFF)
     )
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.checkpoints import Run, save, small_model
 from tests.support.published import check_all_printed
-from tests.support.warm_names import WarmSubprocess
+from tests.support.warm_names import WarmNames
 from zexport.api import export
-from zexport.model import names_client
 
 
 def pytest_configure() -> None:
@@ -37,15 +38,17 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
 
 
 @pytest.fixture(scope="session")
-def warm_subprocess() -> WarmSubprocess:
-    """Starts names processes by forks of one that has imported transformers."""
-    return WarmSubprocess()
+def warm_names() -> Iterator[WarmNames]:
+    """Starts names processes as forks of one that has imported transformers."""
+    warm = WarmNames()
+    yield warm
+    warm.end()
 
 
 @pytest.fixture(autouse=True)
-def _warm_names(warm_subprocess: WarmSubprocess, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ask transformers without importing it anew for every question."""
-    monkeypatch.setattr(names_client, "subprocess", warm_subprocess)
+def _warm_names(warm_names: WarmNames, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask transformers without importing it for every question."""
+    monkeypatch.setattr(subprocess, "Popen", warm_names.Popen)
 
 
 @pytest.fixture(autouse=True)

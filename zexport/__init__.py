@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from zexport.compare.tensor import Outcome, TensorDiff
     from zexport.compare.verdict import Cause
     from zexport.errors import ZexportError
+    from zexport.export.plan import ExportPlan
     from zexport.options import Engine, ExportDType, ExportOptions, NameLayout, ReshardOptions
-    from zexport.plan.plan import ExportPlan
     from zexport.run.execute import ExportReport, PartReport, Progress, VerifyMode
     from zexport.run.shares import Share
     from zexport.run.verify import VerifyReport
@@ -108,7 +108,7 @@ _HOMES = {
     "compare.verdict": ("Cause",),
     "errors": ("ZexportError",),
     "run.execute": ("ExportReport", "PartReport", "Progress", "VerifyMode"),
-    "plan.plan": ("ExportPlan",),
+    "export.plan": ("ExportPlan",),
     "run.shares": ("Share",),
     "run.verify": ("VerifyReport",),
     "store.client": ("use_storage_options",),

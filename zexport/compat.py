@@ -30,13 +30,13 @@ from zexport.checkpoint.state import (
     source_of,
 )
 from zexport.errors import CheckpointError, DamagedCheckpointError, FrozenLeftOutError, ZexportError
+from zexport.export.proof import ProvenWeights, WeightReader
 from zexport.extras import to_install
 from zexport.filenames import WEIGHTS_IN_ORDER
 from zexport.printable import some
 from zexport.ranges.dtypes import DType
 from zexport.store.address import local_path, place
 from zexport.store.folders import is_file
-from zexport.weights.proof import ProvenWeights, WeightReader
 
 if TYPE_CHECKING:
     import torch

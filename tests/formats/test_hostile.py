@@ -34,7 +34,6 @@ from zexport.errors import (
 from zexport.formats.pickles import load
 from zexport.formats.torch_file import read_torch_file
 from zexport.inspect.inspect import inspect_checkpoint
-from zexport.model.config import ConfigFile, mend_sizes
 from zexport.options import ExportOptions, NameLayout
 from zexport.store import contents as json_files
 
@@ -149,8 +148,8 @@ def test_hostile_client_state_is_listed_and_changes_nothing(tmp_path: Path) -> N
     assert inspection.checkpoint is not None
     listed = [str(known) for f in inspection.checkpoint.files for known in f.unknown_globals]
     assert "posix.system" in listed
-    told = "the checkpoint's files name unknown code, which was not run: posix.system"
-    assert told in zexport.consolidate(root, tmp_path / "out", _OPTIONS).notes
+    notes = zexport.consolidate(root, tmp_path / "out", _OPTIONS).notes
+    assert any("posix.system" in note for note in notes)
     assert not (tmp_path / "seen").exists()
 
 
@@ -165,16 +164,6 @@ def test_code_in_the_place_of_a_value_that_is_needed_is_unsafe(key: str, tmp_pat
         zexport.consolidate(root, tmp_path / "out", _OPTIONS)
     assert (caught.value.exit_code, caught.value.path) == (5, path)
     assert not (tmp_path / "seen").exists()
-
-
-def test_the_reference_engine_unpickles_nothing_that_names_code(tmp_path: Path) -> None:
-    from zexport.run.reference_engine import _vetted
-
-    root = save(small_model(), Run(stage=2), tmp_path / "run")
-    path = next(root.glob("*/mp_rank_00_model_states.pt"))
-    inject(path, call("os", "system", f"touch {tmp_path / 'seen'}"))
-    with pytest.raises(UnsafeError, match=r"os\.system"):
-        _vetted(path)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -311,19 +300,6 @@ def test_a_directory_of_very_many_records_is_not_read(
     assert caught.value.path == saved
 
 
-@pytest.mark.parametrize("kind", [zipfile.ZIP_LZMA, zipfile.ZIP_BZIP2])
-def test_a_pickle_in_a_compression_that_torch_does_not_know_is_not_unpacked(
-    kind: int, saved: Path
-) -> None:
-    with zipfile.ZipFile(saved) as archive:
-        records = {name: archive.read(name) for name in archive.namelist()}
-    with zipfile.ZipFile(saved, "w", kind) as archive:
-        for name, data in records.items():
-            archive.writestr(name, data)
-    with pytest.raises(UnsupportedError, match="is compressed in a way"):
-        read_torch_file(saved)
-
-
 # --- names ---
 
 _NAMES = (
@@ -435,17 +411,6 @@ def _without_group_names(state: Any) -> None:
         group.pop("name", None)
 
 
-def test_a_config_gets_no_absurd_number_of_classes() -> None:
-    stored: dict[str, tuple[int, ...]] = {"score.bias": ((1 << 20) + 1,)}
-
-    def shapes_for(config: ConfigFile) -> dict[str, tuple[int, ...]]:
-        names = config.content.get("id2label")
-        return {"score.bias": (len(names) if isinstance(names, dict) else 2,)}
-
-    config = ConfigFile(Path("config.json"), {"num_labels": 2})
-    assert mend_sizes(config, stored, shapes_for).content == {"num_labels": 2}
-
-
 # --- JSON ---
 
 
@@ -473,13 +438,3 @@ def test_a_json_file_takes_no_more_memory_than_it_may(
         assert kept
         assert taken < bound
     pytest.fail("never refused")
-
-
-def test_an_index_of_very_many_weights_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors.index.json"
-    names = {
-        f"model.layers.{n}.mlp.experts.255.gate_proj.weight": "a.safetensors"
-        for n in range(100_000)
-    }
-    path.write_text(json.dumps({"weight_map": names}))
-    assert len(json_files.read_json_object(path)["weight_map"]) == 100_000

@@ -18,7 +18,7 @@ from msgspec import structs
 
 from tests.support.plans import save, source_file
 from zexport.errors import CheckpointError, DamagedCheckpointError
-from zexport.plan.plan import SourceFile
+from zexport.export.plan import SourceFile
 from zexport.ranges.extents import Chain, Extent
 from zexport.ranges.reader import SourceReader
 from zexport.store.files import LocalInput

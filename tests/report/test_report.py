@@ -21,9 +21,9 @@ from zexport import plan_export, run_export, verify_export
 from zexport.checkpoint.open import open_checkpoint
 from zexport.cli import progress
 from zexport.errors import DamagedCheckpointError, UsageError
+from zexport.export.plan import ExportPlan
+from zexport.export.summary import side_nbytes, summarize
 from zexport.options import ExportOptions, NameLayout
-from zexport.plan.plan import ExportPlan
-from zexport.plan.summary import side_nbytes, summarize
 from zexport.report.export import print_export, print_plan, print_verify
 from zexport.report.failure import Failure, Told
 from zexport.report.text import (

@@ -21,10 +21,10 @@ from zexport.checkpoint.open import open_checkpoint
 from zexport.cli.main import cli
 from zexport.compare.tensor import Outcome
 from zexport.errors import UsageError, ZexportError
+from zexport.export.summary import summarize
 from zexport.inspect.inspect import inspect_checkpoint
 from zexport.inspect.statistics import measure
 from zexport.options import ExportDType, ExportOptions
-from zexport.plan.summary import summarize
 from zexport.report.diff import diff_json
 from zexport.report.failure import Failure, Told
 from zexport.report.inspect_json import inspection_json

@@ -18,8 +18,8 @@ from zexport import diff_states, open_checkpoint, run_export, verify_export
 from zexport.checkpoint.state import TrainingState
 from zexport.compare.verdict import Cause
 from zexport.errors import ZexportError
+from zexport.export.plan import ExportPlan
 from zexport.options import ReshardOptions
-from zexport.plan.plan import ExportPlan
 from zexport.resharding.plan import plan_reshard
 from zexport.run.execute import VerifyMode
 

@@ -33,10 +33,10 @@ from zexport.errors import (
     OutputError,
     VerificationError,
 )
+from zexport.export.plan import ExportPlan, FilePlan, SideFile, TensorPlan
 from zexport.filenames import RECEIPTS
 from zexport.findings import Finding, FindingKind
 from zexport.formats.safetensors_file import SafetensorsFrame
-from zexport.plan.plan import ExportPlan, FilePlan, SideFile, TensorPlan
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import Chain, Extent, Striped
 from zexport.ranges.ledger import Ledger
@@ -489,7 +489,7 @@ def test_a_file_system_that_refuses_a_write_is_an_output_error(tmp_path: Path) -
         "from pathlib import Path\n"
         "from zexport.errors import OutputError\n"
         "from zexport.run.execute import run_plan\n"
-        "from zexport.plan.plan import SideFile\n"
+        "from zexport.export.plan import SideFile\n"
         "from tests.support.plans import export_plan\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
         "side = SideFile('big', content=bytes(5000))\n"

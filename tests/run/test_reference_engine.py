@@ -29,8 +29,8 @@ from zexport.errors import (
     UnsupportedError,
     ZexportError,
 )
+from zexport.export.plan import TensorPlan
 from zexport.options import Engine, ExportOptions, NameLayout
-from zexport.plan.plan import TensorPlan
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import Extent
 from zexport.run import reference_engine as reference

@@ -12,9 +12,9 @@ from msgspec import structs
 
 from tests.support.stopping import SHARDS, files, four_shards, stopped_after
 from zexport.errors import DamagedCheckpointError, OutputError, VerificationError
+from zexport.export import plan_digest as digest
+from zexport.export.plan import ExportPlan
 from zexport.filenames import RECEIPTS
-from zexport.plan import digest
-from zexport.plan.plan import ExportPlan
 from zexport.ranges.dtypes import DType
 from zexport.run.execute import Phase, Progress, VerifyMode, run_plan
 from zexport.run.receipts import finished_files

@@ -9,7 +9,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zexport.plan.plan import FilePlan, TensorPlan
+from zexport.export.plan import FilePlan, TensorPlan
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import Extent
 from zexport.run.shares import Stretch, divide

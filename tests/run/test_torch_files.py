@@ -12,8 +12,8 @@ from msgspec import structs
 from tests.support.plans import export_plan, save, saved
 from tests.support.stopping import files, files_of, stopped_after
 from zexport.errors import VerificationError
+from zexport.export.plan import ExportPlan, plan_torch_file
 from zexport.formats.inert import Ordered, TensorLeaf
-from zexport.plan.plan import ExportPlan, plan_torch_file
 from zexport.ranges.computed import Zeros
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import Chain

@@ -22,7 +22,7 @@ from tests.torture.parts import killed_workers
 from tests.torture.refusals import ALWAYS, FAULTS, Fault, every_fault
 from tests.torture.small_disk import every_size
 from zexport.errors import DamagedCheckpointError, OutputError
-from zexport.plan.plan import ExportPlan
+from zexport.export.plan import ExportPlan
 from zexport.ranges.dtypes import DType
 from zexport.run import part
 from zexport.run.execute import run_plan

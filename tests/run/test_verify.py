@@ -19,8 +19,8 @@ from tests.support.forked import typed
 from tests.support.plans import Wanted, digest_on_disk, export_plan, save, source_file
 from zexport.api import verify as api
 from zexport.errors import DamagedCheckpointError, VerificationError
+from zexport.export.plan import ExportPlan, SideFile
 from zexport.filenames import MANIFEST_NAME
-from zexport.plan.plan import ExportPlan, SideFile
 from zexport.ranges.dtypes import DType
 from zexport.run.against_checkpoint import Problem
 from zexport.run.execute import Progress, run_plan

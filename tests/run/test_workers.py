@@ -30,10 +30,11 @@ from zexport.errors import (
     VerificationError,
     ZexportError,
 )
+from zexport.export.plan import ExportPlan, SideFile
+from zexport.export.plan_digest import PlanDigest
+from zexport.export.proof import WeightReader
 from zexport.filenames import RECEIPTS
 from zexport.options import Engine, ExportOptions
-from zexport.plan.digest import PlanDigest
-from zexport.plan.plan import ExportPlan, SideFile
 from zexport.ranges.dtypes import DType
 from zexport.run import workers
 from zexport.run.begin import Workplace
@@ -46,7 +47,6 @@ from zexport.run.receipts import _sealed, finished_files
 from zexport.run.shares import Share, divide, whole
 from zexport.run.workers import finish_parts, run_part, write_share
 from zexport.store.publish import locked, locked_part
-from zexport.weights.proof import WeightReader
 
 _NOW = time.time()
 FIXTURE = Path(__file__).parents[2] / "fixtures" / "z3_w2_bf16" / "ckpt"

@@ -116,7 +116,7 @@ def test_a_base_that_is_not_in_the_cache_is_refused_with_how_to_download_it(
         lambda: zexport.consolidate(checkpoint, "out", ExportOptions(base=Path("acme/small"))),
         lambda: zexport.diff_models(".", "acme/small"),
     ):
-        with pytest.raises(NotACheckpointError, match="nor a model in the hub's cache") as caught:
+        with pytest.raises(NotACheckpointError, match="nor a model in the Hub cache") as caught:
             use()
         assert caught.value.hint.endswith("hf download acme/small")
     assert not Path("out").exists()

@@ -126,7 +126,7 @@ def test_parts_of_another_plan_are_told_by_what_is_other_in_it(
         zexport.consolidate_part(run, out, Share(2, 2), other)
     with monkeypatch.context() as patch:
         patch.setattr(receipts, "__version__", "9.9")
-        patch.setattr("zexport.plan.digest.__version__", "9.9")
+        patch.setattr("zexport.export.plan_digest.__version__", "9.9")
         now = re.escape(zexport.__version__)
         told = rf"found zexport {now}, expected zexport 9\.9\)\. Run .* with zexport {now},"
         with pytest.raises(OutputError, match=told):

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import save_file
 
 import zexport
 from tests.support.checkpoints import Run, save, small_model
 from zexport.checkpoint.zero import source as reading
-from zexport.cli.main import cli
-from zexport.errors import CheckpointError, IncompleteCheckpointError, OutputError, UsageError
+from zexport.errors import CheckpointError, IncompleteCheckpointError
 from zexport.inspect.inspect import inspect_checkpoint
-from zexport.model.names_client import NamesClient
 from zexport.options import ExportOptions, NameLayout
-from zexport.weights.base_model import base_of, read_base
-from zexport.weights.same_base import BaseName, compare_base
 
 TAG = "global_step2"
 Bar = Callable[[Path], Path]
@@ -77,7 +71,7 @@ def plan(run: Path, **chosen: Any) -> None:
     zexport.plan_export(zexport.open_checkpoint(run), "out", options)
 
 
-@pytest.mark.parametrize("part", ["README.md", "1_Pooling", ".", ".."])
+@pytest.mark.parametrize("part", ["README.md", ".", ".."])
 def test_a_base_of_which_something_may_not_be_read_is_told(
     part: str, run: Path, base: Path, bar: Bar
 ) -> None:
@@ -86,26 +80,6 @@ def test_a_base_of_which_something_may_not_be_read_is_told(
         plan(run, base=base)
     assert caught.value.path is not None
     assert caught.value.path.is_relative_to(barred)
-
-
-def test_names_that_no_file_can_have_are_told(run: Path) -> None:
-    for option in ("base", "adapter_config"):
-        with pytest.raises(CheckpointError):
-            plan(run, **{option: Path("x" * 300)})
-    with pytest.raises(CheckpointError):
-        zexport.diff_models("x" * 300, run)
-    with pytest.raises(UsageError, match="no folder was given"):
-        zexport.open_checkpoint([])
-
-
-def test_a_base_that_an_adapter_names_among_anothers_files_is_not_known(
-    run: Path, base: Path, bar: Bar
-) -> None:
-    bar(run.parent / "other")
-    given = base_of(base, read_base(base, follow_symlinks=False))
-    location = zexport.open_checkpoint(run).location
-    named = BaseName(str(run.parent / "other" / "base"))
-    assert not compare_base({}, given, (), location=location, named=named).statements
 
 
 def test_an_inspection_tells_all_that_may_be_read(run: Path, bar: Bar) -> None:
@@ -132,25 +106,6 @@ def test_a_rank_file_that_goes_while_the_checkpoint_is_opened_is_told(
     with pytest.raises(CheckpointError, match="No such file or directory") as caught:
         zexport.open_checkpoint(run)
     assert caught.value.path == gone
-
-
-def test_transformers_is_asked_with_a_place_for_what_it_prints(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
-    with NamesClient() as transformers, pytest.raises(OutputError, match="no temporary file"):
-        transformers.describe(b"{}")
-
-
-def test_an_inspection_needs_no_working_directory(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (here := tmp_path / "here").mkdir()
-    monkeypatch.chdir(here)
-    here.rmdir()
-    result = CliRunner().invoke(cli, ["inspect", str(run)])
-    assert result.exit_code == 0, result.output
 
 
 @pytest.mark.parametrize("kind", ["folders", "links to nothing"])

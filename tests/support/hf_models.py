@@ -68,6 +68,22 @@ def write_config(folder: Path, config: Any, **changes: Any) -> Path:
     return path
 
 
+def write_run(
+    model: torch.nn.Module,
+    root: Path,
+    architecture: str,
+    config: Any = None,
+    run: Run | None = None,
+    *,
+    wrap: str = "",
+    **changes: Any,
+) -> Path:
+    """A checkpoint and the config of ``model`` or another, which names this class."""
+    write_checkpoint(model, root, run, wrap=wrap)
+    write_config(root, config or model.config, architectures=[architecture], **changes)
+    return root
+
+
 def load(folder: Path, architecture: str | None = None) -> tuple[Any, dict[str, Any]]:
     """The export as transformers loads it, and what was missing, unexpected or of another shape."""
     config = json.loads((folder / "config.json").read_text())

@@ -88,15 +88,19 @@ class Form:
         base: makes the base model.
         keys: of the adapter's configuration.
         rows: how many the embeddings are resized to before training; all remain where ``None``.
+        method: class of the configuration.
+        by_hand: part of the names of base weights that are trained too, without peft.
     """
 
     base: Callable[[], PreTrainedModel]
     keys: Mapping[str, Any] = field(default_factory=dict)
     rows: int | None = None
+    method: type[Any] = LoraConfig
+    by_hand: str = ""
 
-    def config(self) -> LoraConfig:
-        keys = {"r": 4, "lora_alpha": 6, "task_type": "CAUSAL_LM", **self.keys}
-        return LoraConfig(**keys)
+    def config(self) -> Any:
+        sizes = {"r": 4, "lora_alpha": 6} if self.method is LoraConfig else {}
+        return self.method(**{"task_type": "CAUSAL_LM", **sizes, **self.keys})
 
 
 ATTENTION = ["q_proj", "v_proj"]
@@ -190,8 +194,12 @@ def train(
             config = form.config()
             config.base_model_name_or_path = base.name_or_path  # which peft sets on the first alone
             model.add_adapter(name, config)
+        for name, parameter in model.named_parameters():
+            if form.by_hand and form.by_hand in name and "lora" not in name:
+                parameter.requires_grad_(requires_grad=True)
         for parameter in trained(model, adapters).values():
-            parameter.data = torch.randn_like(parameter) / 8
+            noise = torch.randn_like(parameter) / 8
+            parameter.data = noise if form.method is LoraConfig else parameter.data + noise / 8
         live = folder / "live"
         model.save_pretrained(live)
     checkpoint = checkpoints.save(zero_model(model, adapters), run, folder / "run")

@@ -12,8 +12,7 @@ from pathlib import Path
 import torch
 from blake3 import blake3
 
-from zexport.formats.safetensors_file import HeaderEntry, SafetensorsFrame, build_header
-from zexport.plan.plan import (
+from zexport.export.plan import (
     ExportPlan,
     FilePlan,
     Form,
@@ -22,6 +21,7 @@ from zexport.plan.plan import (
     SourceFile,
     TensorPlan,
 )
+from zexport.formats.safetensors_file import HeaderEntry, SafetensorsFrame, build_header
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import ByteSource, Extent, Member
 from zexport.store.files import version

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.support.plans import Wanted, export_plan, save, saved
-from zexport.plan.plan import ExportPlan, SideFile
+from zexport.export.plan import ExportPlan, SideFile
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import Extent
 from zexport.run.execute import run_plan

@@ -1,139 +1,186 @@
-"""Names processes that have transformers when they begin: forks of one that imported it and waits.
+"""Processes that ask transformers for names start as forks of one that has imported it.
 
-The import takes seconds, and many tests ask. A fork is a process of its own as ever, with its own
-limits, output and end.
+The import takes seconds, and many tests ask. A fork has its own limits, output and end. Nothing
+here depends on what the process is asked or how it answers: any ``python -m zexport....`` whose
+module is called ``names_process`` is started so.
 """
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
+import runpy
+import select
+import shutil
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from signal import SIGKILL
-from threading import Lock
-from typing import IO, Any, Self
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 _POPEN = subprocess.Popen
-_MODULE = "zexport.model.names_process"
 _DECIDING = ("HF_", "HOME", "LD_", "PATH", "PYTHON", "TORCH_", "TRANSFORMERS_", "USE_")
-"""How variables begin by which Python, torch and transformers find code, or choose it."""
+"""Prefixes of variables by which Python, torch and transformers find or choose code."""
 
-_ANY_MODEL = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "num_hidden_layers": 1,
-    "hidden_size": 8,
-    "num_attention_heads": 2,
-    "vocab_size": 8,
-}
+_SET_BY_CLIENT = ("HF_HUB_OFFLINE", "TRANSFORMERS_VERBOSITY")
+_DESCRIPTORS_MAX, _REQUEST_NBYTES_MAX, _FREE_DESCRIPTOR = 16, 1 << 16, 200
 
 
-class WarmSubprocess:
-    """Stands for ``subprocess`` where names processes are started.
+class WarmNames:
+    """The ``Popen`` to use for ``subprocess.Popen``, and the process that it forks.
 
-    What a test gives another environment or folder, or another ``subprocess.Popen``, is started as
-    ever.
+    What a test gives another environment or folder is started as usual.
     """
 
-    PIPE = subprocess.PIPE
-
     def __init__(self) -> None:
+        self._folder = tempfile.mkdtemp(prefix="names")
+        self._socket = str(Path(self._folder) / "socket")
+        self._owner = os.getpid()
         self._begun_in = _surroundings(os.environ)
-        self._environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-        self._lock = Lock()
-        self._socket: socket.socket | None = None
-        self._server: subprocess.Popen[bytes] | None = None
+        warm = self
 
-    def Popen(self, command: Sequence[str], *, env: Mapping[str, str], **more: Any) -> Any:  # noqa: N802
-        is_usual = _surroundings(os.environ) == self._begun_in
-        if subprocess.Popen is not _POPEN or _MODULE not in command or not is_usual:
-            return subprocess.Popen(command, env=env, **more)
-        return _Fork(self, more["stdout"], int(command[-1]))
+        class Popen(_POPEN):  # type: ignore[type-arg]
+            def __init__(self, args: Any, *rest: Any, **options: Any) -> None:
+                super().__init__(warm.command(args, options), *rest, **options)
 
-    def ask(self, word: str, descriptors: Sequence[int] = ()) -> int:
-        """The number that the waiting process answers."""
-        with self._lock:
-            if self._socket is None:
-                self._socket = self._start()
-            socket.send_fds(self._socket, [word.encode()], descriptors)
-            return int(self._socket.recv(64))
+        self.Popen = Popen
 
-    def _start(self) -> socket.socket:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._server = _POPEN(  # it ends with us, when our end of the socket is closed
-                [sys.executable, "-P", __file__, str(theirs.fileno())],
+    def command(self, args: Any, options: Mapping[str, Any]) -> Any:
+        """The command to start, given the one that was asked for."""
+        is_names = isinstance(args, list | tuple) and any(
+            str(word).startswith("zexport.") and str(word).endswith("names_process")
+            for word in args
+        )
+        environment = options.get("env") or os.environ
+        if not is_names or "preexec_fn" in options or _surroundings(environment) != self._begun_in:
+            return args
+        self._start()
+        words = [*map(str, args[args.index("-m") + 1 :])]
+        passed = [0, 1, 2, *options.get("pass_fds", ())]
+        return [sys.executable, "-SE", __file__, self._socket, json.dumps(passed), *words]
+
+    def _start(self) -> None:
+        if Path(self._socket).exists():
+            return
+        with socket.socket(socket.AF_UNIX) as listening:
+            try:
+                listening.bind(self._socket)
+            except OSError:  # a fork of ours was first
+                return
+            listening.listen(8)
+            _POPEN(
+                [sys.executable, "-P", __file__, str(listening.fileno()), str(self._owner)],
                 stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                env=self._environment,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(listening.fileno(),),
+                env={**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
             )
-        return ours
 
-
-class _Fork:
-    """What ``names`` uses of a ``Popen``."""
-
-    def __init__(self, home: WarmSubprocess, output: IO[bytes], answers: int) -> None:
-        stdin, to_ask = os.pipe()
-        self.stdin = os.fdopen(to_ask, "wb")
-        self.returncode: int | None = None
-        self._home = home
-        self._pid = home.ask("fork", (stdin, output.fileno(), answers))
-        os.close(stdin)
-
-    def kill(self) -> None:
-        if self.returncode is None:
-            os.kill(self._pid, SIGKILL)
-
-    def wait(self) -> int:
-        if self.returncode is None:
-            self.returncode = self._home.ask(str(self._pid))
-        return self.returncode
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        try:
-            self.stdin.close()
-        finally:
-            self.wait()
+    def end(self) -> None:
+        """Take the socket away; the process ends when it finds that."""
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _surroundings(environment: Mapping[str, str]) -> tuple[str, dict[str, str]]:
-    return os.getcwd(), {  # noqa: PTH109
-        name: value for name, value in environment.items() if name.startswith(_DECIDING)
-    }
+    found = {n: v for n, v in environment.items() if n.startswith(_DECIDING)}
+    return str(Path.cwd()), {n: v for n, v in found.items() if n not in _SET_BY_CLIENT}
 
 
-def _next_fork(asked: socket.socket) -> IO[str]:
-    """Returns in every fork, with the file that answers go to; ends with the process that asks."""
-    while True:
-        word, descriptors, *_ = socket.recv_fds(asked, 64, 3)
-        if not word:
-            sys.exit()
-        if not descriptors:
-            _, status = os.waitpid(int(word), 0)
-            asked.send(str(os.waitstatus_to_exitcode(status)).encode())
+def _ask(path: str, passed: str, words: list[str]) -> int:
+    """Have the waiting process fork with our descriptors; its exit status."""
+    with socket.socket(socket.AF_UNIX) as asked:
+        asked.connect(path)
+        request = json.dumps({"passed": json.loads(passed), "words": words}).encode()
+        socket.send_fds(asked, [request], json.loads(passed))
+        for descriptor in json.loads(passed):
+            os.close(descriptor)  # as a pipe ends when all who have it have closed it
+        return int(asked.recv(64) or b"1")
+
+
+def _serve(listening: socket.socket, owner: int) -> None:
+    """Fork for every request, until the owner or the socket's folder is gone."""
+    import torch
+    import transformers
+
+    config = transformers.LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2)
+    with torch.device("meta"):  # imports what building a model imports
+        transformers.LlamaForCausalLM(config)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    folder = Path(listening.getsockname()).parent
+    while folder.exists() and _is_running(owner):
+        if not select.select([listening], [], [], 1)[0]:
             continue
-        stdin, output, answers = descriptors
-        if not (pid := os.fork()):
-            asked.close()
-            for number, descriptor in enumerate((stdin, output, output)):
-                os.dup2(descriptor, number)
-            return os.fdopen(answers, "w")
-        for descriptor in descriptors:
-            os.close(descriptor)
-        asked.send(str(pid).encode())
+        asked, _ = listening.accept()
+        if not os.fork():
+            listening.close()
+            _attend(asked)
+        asked.close()
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _attend(asked: socket.socket) -> None:
+    """Run one request in a fork of our own, and kill it if the asker goes."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    request, descriptors, *_ = socket.recv_fds(asked, _REQUEST_NBYTES_MAX, _DESCRIPTORS_MAX)
+    told = json.loads(request)
+    if not (pid := os.fork()):
+        asked.close()
+        _become(told["words"], dict(zip(told["passed"], descriptors, strict=True)))
+    for descriptor in descriptors:
+        os.close(descriptor)
+    while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
+        if select.select([asked], [], [], 0.003)[0]:  # closed: nothing more is ever sent
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            os._exit(0)
+    asked.send(str(os.waitstatus_to_exitcode(ended[1])).encode())
+    os._exit(0)
+
+
+def _become(words: list[str], descriptors: Mapping[int, int]) -> None:
+    """``python -m`` with these words and descriptors."""
+    above = {
+        n: fcntl.fcntl(d, fcntl.F_DUPFD_CLOEXEC, _FREE_DESCRIPTOR) for n, d in descriptors.items()
+    }
+    for descriptor in descriptors.values():
+        os.close(descriptor)
+    for number, descriptor in above.items():
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    code: object = 1
+    try:
+        sys.argv = words
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code if isinstance(code, int) else code is not None)
 
 
 if __name__ == "__main__":
-    from zexport.model.names_process import answer_all, describe
-
-    describe(_ANY_MODEL)  # so that what building a model imports is there, too
-    with socket.socket(fileno=int(sys.argv[1])) as waiting:
-        to_answer = _next_fork(waiting)
-    with to_answer:
-        answer_all(to_answer)
+    if sys.argv[1].isdecimal():
+        with socket.socket(fileno=int(sys.argv[1])) as waiting:
+            _serve(waiting, int(sys.argv[2]))
+    else:
+        status = _ask(sys.argv[1], sys.argv[2], sys.argv[3:])
+        if status < 0:
+            os.kill(os.getpid(), -status)
+        sys.exit(status)

@@ -32,7 +32,7 @@ from tests.torture.refusals import FAULTS, every_fault
 from tests.torture.small_disk import every_size
 from tests.torture.trainings import trainings
 from zexport import ReshardOptions, consolidate, open_checkpoint, plan_reshard
-from zexport.plan.plan import ExportPlan
+from zexport.export.plan import ExportPlan
 
 _MOVES_AT_ONCE = 100
 """Of one group of processes for each number of ranks, which takes long to start."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.support.stopping import files
 from tests.torture.faults import Calls, killing, watched
-from zexport.plan.plan import ExportPlan
+from zexport.export.plan import ExportPlan
 from zexport.run.execute import run_plan
 
 

@@ -10,7 +10,7 @@ from random import Random
 
 from tests.support.stopping import files
 from tests.torture.faults import Calls, killing, watched
-from zexport.plan.plan import ExportPlan
+from zexport.export.plan import ExportPlan
 from zexport.run.shares import Share
 from zexport.run.workers import run_part
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from tests.support.stopping import files
 from tests.torture.faults import READS, RENAMES, SYNCS, WRITES, Calls, failing, watched
 from zexport.errors import CheckpointError, OutputError
+from zexport.export.plan import ExportPlan
 from zexport.filenames import RECEIPTS
-from zexport.plan.plan import ExportPlan
 from zexport.run.execute import run_plan
 from zexport.run.receipts import finished_files
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.support.stopping import files, files_of, four_shards
 from zexport.errors import OutputError
-from zexport.plan.plan import ExportPlan
+from zexport.export.plan import ExportPlan
 from zexport.run.execute import run_plan
 
 _PAGE = 4096

@@ -15,9 +15,8 @@ from safetensors.torch import load_file
 
 from tests.support.train_runs import Run, run, trained
 from zexport.errors import UsageError
-from zexport.model.fit import ModelNames
-from zexport.model.names import Learner
-from zexport.model.names_client import NamesClient
+from zexport.model.names import ModelNames
+from zexport.model.names_client import Learner, NamesClient
 from zexport.train.model import freeze
 from zexport.train.options import (
     TrainOptions,
@@ -468,8 +467,7 @@ class TestTheSidecar:
         assert embedding["stored_name"] == "model.embed_tokens.weight"
         expert = "model.layers.0.block_sparse_moe.experts.0.w1.weight"
         assert "stored_name" not in source["tensors"][expert]
-        with NamesClient() as transformers:
-            names = Learner(source, transformers).names(None, {})
+        names = Learner(source, NamesClient()).names(None, {})
         assert isinstance(names, ModelNames)
         assert names.layouts[0].shapes == told
 

@@ -140,8 +140,7 @@ def test_names_that_came_from_a_base_are_not_compared_without_it(tmp_path: Path)
     root = write_checkpoint(tiny_model("LlamaForCausalLM", config), tmp_path / "run", wrap="model.")
     write_config(tmp_path / "base", config, architectures=["LlamaForCausalLM"])
     options = ExportOptions(base=tmp_path / "base")
-    report = zexport.consolidate(root, tmp_path / "out", options)
-    assert "the prefix 'model.' of every name was left out" in report.notes
+    zexport.consolidate(root, tmp_path / "out", options)
     moved = (tmp_path / "base").rename(tmp_path / "moved")
     with pytest.raises(UsageError, match="--base MODEL"):
         zexport.verify_export(tmp_path / "out", against=root)

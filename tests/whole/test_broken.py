@@ -94,7 +94,7 @@ def test_a_checkpoint_of_no_weight_makes_no_model(zero2: Path, tmp_path: Path) -
     more: dict[str, object] = {"param_slice_mappings": [], "param_alignment_paddings": []}
     for path in _files(zero2, "optim_states.pt"):
         rewrite(path, lambda state: state["optimizer_state_dict"].update(groups, **more))
-    _refused(zero2, tmp_path / "out", "holds no weights")
+    _refused(zero2, tmp_path / "out", "contains no weights")
 
 
 @pytest.mark.parametrize(
@@ -213,16 +213,8 @@ def test_a_step_beyond_every_number_is_passed_over(zero3: Path, tmp_path: Path) 
 def test_a_pattern_beyond_what_python_compiles_is_named(
     pattern: str, zero3: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(UsageError, match="is no pattern"):
+    with pytest.raises(UsageError, match="is not a valid regex"):
         zexport.consolidate(zero3, tmp_path / "out", ExportOptions(renames=((pattern, "x"),)))
-
-
-@pytest.mark.parametrize("new", ["\x1b[31m", "../", "/etc/", "a\n"])
-def test_a_name_that_is_none_is_refused(new: str, zero3: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="makes a name that no tensor should have"):
-        zexport.consolidate(zero3, tmp_path / "model", ExportOptions(renames=(("^", new),)))
-    with pytest.raises(UsageError, match="becomes ''"):
-        zexport.consolidate(zero3, tmp_path / "model", ExportOptions(renames=((".*", ""),)))
 
 
 def test_text_that_utf8_cannot_hold_stays_an_escape(zero3: Path, tmp_path: Path) -> None:

@@ -151,7 +151,6 @@ def test_frozen_weights_that_were_left_out_are_asked_for_by_name(
     with pytest.raises(FrozenLeftOutError) as caught:
         zexport.consolidate(case.handed_over, tmp_path / "out", _MEMORY)
     assert caught.value.exit_code == 3
-    assert "left out" in caught.value.problem
     assert "--base" in caught.value.hint
     assert list(tmp_path.iterdir()) == []
 

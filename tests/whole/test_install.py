@@ -153,11 +153,11 @@ def test_names_that_are_not_known_end_the_export_with_the_line_to_type(
     bare: Environment, unnamed: Path, tmp_path: Path
 ) -> None:
     said = bare.zexport("consolidate", unnamed, tmp_path / "model", status=2)
-    assert said.startswith("Error: the names of the model's weights on the hub are not known")
+    assert said.startswith("Error: the Hub names of the model's weights are not known")
     assert "pip install '.[hub]'" in said
     assert not (tmp_path / "model").exists()
     kept = bare.zexport("consolidate", unnamed, tmp_path / "kept", "--layout", "memory")
-    assert "config.json was not held against the weights (no transformers)" in kept
+    assert "config.json was not compared with the weights: no transformers" in kept
 
 
 def test_names_that_are_remembered_give_the_same_model_without_transformers(

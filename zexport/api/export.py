@@ -11,9 +11,10 @@ from typing import Any
 
 from zexport.checkpoint.open import Checkpoint, open_checkpoint
 from zexport.checkpoint.state import TrainingState
-from zexport.collect import collect
-from zexport.decide import decide
 from zexport.errors import UsageError
+from zexport.export.decide import decide
+from zexport.export.gather import gather
+from zexport.export.plan import ExportPlan
 from zexport.model.hub_cache import model_folder
 from zexport.options import (
     SHARD_NBYTES_MIN,
@@ -23,7 +24,6 @@ from zexport.options import (
     checks_arguments,
     chosen,
 )
-from zexport.plan.plan import ExportPlan
 from zexport.run import execute
 from zexport.run.begin import noted, versions_in
 from zexport.run.destination import checked
@@ -65,7 +65,7 @@ def plan_anywhere(
     if options is not None and options.engine is Engine.DEEPSPEED:
         _check_on_disks(checkpoint, place(out_dir), options)
     known = versions_in(_beside(checkpoint, options))
-    return noted(decide(collect(checkpoint, options), out_dir), known)
+    return noted(decide(gather(checkpoint, options), out_dir), known)
 
 
 def plan_reshard(

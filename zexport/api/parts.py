@@ -12,9 +12,9 @@ from msgspec import Struct
 from zexport.api.export import OnProgress, plan_folder
 from zexport.checkpoint.open import Checkpoint, open_checkpoint
 from zexport.errors import UsageError
+from zexport.export.plan import ExportPlan
 from zexport.model.hub_cache import model_folder
 from zexport.options import ExportOptions, ReshardOptions, checks_arguments, chosen
-from zexport.plan.plan import ExportPlan
 from zexport.run import workers
 from zexport.run.execute import ExportReport, PartReport, VerifyMode
 from zexport.run.shares import Share

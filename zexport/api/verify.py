@@ -18,11 +18,11 @@ from zexport.errors import (
     UsageError,
     VerificationError,
 )
+from zexport.export.plan import ExportPlan
 from zexport.filenames import ADAPTER_CONFIG, CONFIG, MANIFEST_NAME
 from zexport.findings import FindingKind
 from zexport.model.hub_cache import GivenBase, cached_snapshot
 from zexport.options import CheckMode, ExportOptions, checks_arguments
-from zexport.plan.plan import ExportPlan
 from zexport.printable import shell_word
 from zexport.run import verify
 from zexport.run.manifest import Manifest, read_manifest

@@ -19,9 +19,10 @@ from zexport.beside.pruned_note import NOTE, Note
 from zexport.checkpoint.open import open_checkpoint
 from zexport.checkpoint.state import TrainingState, source_of
 from zexport.errors import CheckpointError, UnsupportedError
+from zexport.export.plan import ExportPlan, Form, Origin, SourceFile
+from zexport.export.proof import WeightReader
+from zexport.export.summary import share_memory
 from zexport.options import ReshardOptions
-from zexport.plan.plan import ExportPlan, Form, Origin, SourceFile
-from zexport.plan.summary import share_memory
 from zexport.ranges.extents import paths_of
 from zexport.ranges.replicas import Replica
 from zexport.resharding.without_moments import DELETE_BY_HAND, Rewriting
@@ -44,7 +45,6 @@ from zexport.store.folders import (
 from zexport.store.links import point
 from zexport.store.publish import workplaces
 from zexport.store.versions import Version
-from zexport.weights.proof import WeightReader
 
 
 def of_a_resume(place: Place) -> list[Path]:

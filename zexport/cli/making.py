@@ -32,7 +32,7 @@ from zexport.store.folders import exists
 
 if TYPE_CHECKING:
     from zexport.api.parts import Request
-    from zexport.plan.plan import ExportPlan
+    from zexport.export.plan import ExportPlan
     from zexport.run.execute import ExportReport, PartReport
     from zexport.run.shares import Share
     from zexport.store.json import Json
@@ -142,7 +142,7 @@ class Making(Struct, frozen=True):
             click.echo(f"{out} will be a folder, as every model is.", err=True)
 
     def _show(self, plan: ExportPlan) -> None:
-        from zexport.plan.summary import side_nbytes, summarize
+        from zexport.export.summary import side_nbytes, summarize
         from zexport.report.export import print_plan
         from zexport.store.json import form_of
 

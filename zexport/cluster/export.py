@@ -13,7 +13,7 @@ from zexport.api.parts import Request, check_engine
 from zexport.cluster.connection import Node, ask, connected
 from zexport.cluster.node_views import Places, survey
 from zexport.cluster.tasks import Order, Task, perform_all
-from zexport.plan.plan import ExportPlan
+from zexport.export.plan import ExportPlan
 from zexport.printable import some
 from zexport.run.execute import ExportReport
 from zexport.run.progress import Progress

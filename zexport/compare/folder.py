@@ -10,20 +10,19 @@ from msgspec import Struct
 from zexport.checkpoint.resolve import is_tag_dir, list_run_checkpoints, list_tags
 from zexport.checkpoint.state import StoredTensor
 from zexport.errors import CheckpointError, DamagedCheckpointError
+from zexport.export.base_model import frozen_in, weights_file
+from zexport.export.plan import SourceFile
 from zexport.filenames import ADAPTER_FILE, MANIFEST_NAME
 from zexport.formats.safetensors_file import read_header, read_index
 from zexport.model.config import ConfigFile
-from zexport.model.fit import Fit
-from zexport.model.names import Learner
-from zexport.model.names_client import NamesClient
-from zexport.plan.plan import SourceFile
+from zexport.model.names import Fit
+from zexport.model.names_client import Learner, NamesClient
 from zexport.printable import shell_word
 from zexport.store.contents import read_json_object
 from zexport.store.files import reading
 from zexport.store.folders import children, exists, is_file, is_folder, matching
 from zexport.store.json import as_table
 from zexport.store.publish import check_finished
-from zexport.weights.base_model import frozen_in, weights_file
 
 _INDEX_PATTERN = "*.safetensors.index.json"
 _WEIGHTS_PATTERN = "*.safetensors"
@@ -71,8 +70,7 @@ class ModelWeights(Struct, frozen=True):
             return {}
         content = ConfigFile(config, read_json_object(config))
         shapes = {name: placed.shape for name, placed in self.tensors.items()}
-        with NamesClient(are_needed=False) as transformers:
-            fit = Learner(None, transformers).fit(content, shapes)
+        fit = Learner(None, NamesClient(are_needed=False)).fit(content, shapes)
         return fit.names.tied if isinstance(fit, Fit) else {}
 
 

@@ -19,12 +19,12 @@ from zexport.compare.diff import DiffReport, TensorDiffs, diff_tensors, make_rep
 from zexport.compare.folder import ModelWeights, has_rank_files, open_weights
 from zexport.compare.settings import of_trainings
 from zexport.errors import layout_of
-from zexport.plan.plan import SourceFile
+from zexport.export.base_model import weights_file
+from zexport.export.plan import SourceFile
 from zexport.resharding.model_files import module_entries
 from zexport.resharding.resumable import resumable
 from zexport.resharding.values import records_of, slots_of, source_of
 from zexport.run.progress import Progress
-from zexport.weights.base_model import weights_file
 
 
 def are_checkpoints(*paths: Path) -> bool:

@@ -9,13 +9,14 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from zexport.adapters.find import adapter_places, adapters_in, is_peft
-from zexport.adapters.peft_format import find_adapter_config
-from zexport.adapters.peft_names import read_name
 from zexport.checkpoint.open import Checkpoint, open_checkpoint
 from zexport.checkpoint.resolve import NEWEST, are_of_one_run, runs_in
 from zexport.checkpoint.state import Role, StoredTensor, TrainingState
 from zexport.errors import AmbiguousTagError, UnsafeError, ZexportError
+from zexport.export.adapters import adapters_in, find_config, is_peft
+from zexport.export.peft_config import AdapterConfig
+from zexport.export.peft_names import parse_name
+from zexport.export.weights import Weights
 from zexport.extras import lack_for_names, to_have_names
 from zexport.filenames import CONFIG
 from zexport.inspect.around import (
@@ -25,14 +26,13 @@ from zexport.inspect.around import (
     summarize_choice,
     summarize_tags,
 )
-from zexport.model.sidecars import find_sidecars
+from zexport.model.hf_files import find_hf_files
 from zexport.options import ExportOptions
 from zexport.printable import shell_word
 from zexport.ranges.dtypes import DType
 from zexport.store.address import place
 from zexport.store.files import reading
 from zexport.store.folders import absolute
-from zexport.weights.named import Weights
 
 
 class Outcome(Enum):
@@ -175,7 +175,7 @@ def _inspect(paths: Sequence[Path], checkpoint: TrainingState, tag: str | None) 
     try:
         with reading(root, hint="Check its permissions"):
             parts = ((one.root, one.boundary) for one in checkpoint.parts)
-            missing_sidecars = find_sidecars(root, None, boundary, parts).missing
+            missing_sidecars = find_hf_files(root, None, boundary, parts).missing
     except UnsafeError:
         raise
     except ZexportError as error:
@@ -198,16 +198,16 @@ def _inspect(paths: Sequence[Path], checkpoint: TrainingState, tag: str | None) 
 def _adapters(checkpoint: TrainingState) -> tuple[AdapterSummary, ...]:
     """The adapters of a checkpoint; none where it is no peft model's."""
     options = ExportOptions()
-    stored, folders = Weights.of(checkpoint), adapter_places(checkpoint, options)
-    if not is_peft(stored, folders):
+    stored = Weights.of(checkpoint)
+    if not is_peft(checkpoint, stored, options):
         return ()
-    parts = [read_name(tensor.name) for tensor in checkpoint.tensors]
+    parts = [parse_name(tensor.name) for tensor in checkpoint.tensors]
     kept = (t for t in checkpoint.tensors if t.role is Role.FROZEN and t.source is not None)
-    has_base = any(not read_name(tensor.name).adapter for tensor in kept)
+    has_base = any(not parse_name(tensor.name).adapter for tensor in kept)
     summaries = []
     for name in adapters_in(stored):
         try:
-            config = find_adapter_config(name, folders, checkpoint.location.boundary)
+            config = find_config(name, checkpoint, options)
         except UnsafeError:
             raise
         except ZexportError:
@@ -218,12 +218,18 @@ def _adapters(checkpoint: TrainingState) -> tuple[AdapterSummary, ...]:
                 tensors=sum(part.adapter == name for part in parts),
                 has_base=has_base,
                 method=None if config is None else config.peft_type,
-                rank=None if config is None else config.rank,
-                targets=() if config is None else (*config.targets,),
-                saved_modules=() if config is None else (*config.saved_modules,),
+                rank=None if config is None else config.r,
+                targets=() if config is None else _targets(config),
+                saved_modules=() if config is None else tuple(config.modules_to_save or ()),
             )
         )
     return tuple(summaries)
+
+
+def _targets(config: AdapterConfig) -> tuple[str, ...]:
+    modules = config.target_modules
+    names = [modules] if isinstance(modules, str) else modules or []
+    return (*names, *(config.target_parameters or ()))
 
 
 def _choice(path: Path, tags: tuple[TagSummary, ...]) -> Inspection:

@@ -17,11 +17,11 @@ from msgspec import Struct
 
 from zexport.checkpoint.state import StoredTensor, TrainingState
 from zexport.errors import DamagedCheckpointError, UnsupportedError, ZexportError
+from zexport.export.proof import WeightReader, account
 from zexport.ranges.ahead import announced
 from zexport.ranges.casts import NUMPY
 from zexport.ranges.extents import ByteSource
 from zexport.run.progress import Progress, Teller
-from zexport.weights.proof import WeightReader, account
 
 _BUFFER_NBYTES = 1 << 20
 """Small enough that a block stays in the cache while it is looked at several times."""

@@ -1,165 +1,253 @@
-"""Which names and shapes a model should have: told by a sidecar, or asked of transformers."""
+"""The names and shapes of a model class, compared with those of a checkpoint.
+
+A checkpoint has the names in memory or in a Hub layout, perhaps with a wrapper's prefix.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 
-import msgspec
-from msgspec import Struct
-from msgspec.structs import asdict, replace
+from msgspec import Struct, field
+from msgspec.structs import replace
 
-from zexport.filenames import SOURCE_SIDECAR
-from zexport.model.config import ConfigFile
-from zexport.model.fit import Fit, ModelNames, NamesUnknown, best_fit, choose_class
-from zexport.model.hub_layout import StoredLayout
-from zexport.model.names_client import NamesClient
+from zexport.model.hub_layout import HubLayout, whole
+from zexport.printable import some
 from zexport.ranges.dtypes import DType, Shape
-from zexport.store.json import Json, Natural
+
+Stored = Mapping[str, Shape | None]
+"""Stored names with their shapes; ``None`` if no file has the values."""
+
+_WRAPPER = re.compile(
+    r"(?:module|_orig_mod|_forward_module|pretrained_model|actor|rwtransformer|model)\."
+)
+"""Prefixes of every name: DDP, ``torch.compile``, Lightning, TRL, RLHF trainers, and the reward
+models of DeepSpeed-Chat (DeepSpeedExamples, ``utils/model/reward_model.py``)."""
+
+INNER_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+"""Parts of names from wrappers of single modules: ``torch.compile`` and activation checkpointing
+(torch 2.13, ``_dynamo/eval_frame.py``, ``distributed/algorithms/_checkpoint``)."""
 
 
-class Learner:
-    """Learns the names of models, of each config once.
+class ModelNames(Struct, frozen=True, dict=True):
+    """The state dict that a model class has for a config.
 
-    A training's own sidecar tells them; else transformers is asked.
+    Attributes:
+        architecture: the class; ``None`` if several classes have these names.
+        shapes: every name in memory, including tied names and persistent buffers.
+        buffers: which of them are buffers.
+        tied: alias to source, as the class declares it.
+        layouts: the ways to save it, the default of transformers first.
+        provenance: where the names come from, in words.
+        unsaved: names that ``save_pretrained`` leaves out.
+        keep_fp32: for a dtype, what transformers leaves in float32 when it loads in it.
+        refused: why ``layouts`` are not known.
+        ignored: patterns of names that transformers skips when it loads.
+        base_prefix: prefix of the base class's names in classes with a head.
+        other_type: the class's model type if it is surely not that of the config.
+        sizes: ``vocab_size`` and ``num_labels``, each with the axis of the tensors that have it.
     """
 
-    def __init__(self, source: Mapping[str, Json] | None, transformers: NamesClient) -> None:
-        self._told = None if source is None else _from_source_sidecar(source)
-        self._transformers = transformers
-        self._answers: dict[bytes, list[ModelNames] | NamesUnknown] = {}
-
-    def names(
-        self, config: ConfigFile | None, stored: Mapping[str, Shape | None]
-    ) -> ModelNames | NamesUnknown:
-        """The names of the model of a config.
-
-        A config that names no architecture leaves several classes possible; then it is the one that
-        is nearest to the ``stored`` names and shapes, if there is exactly one.
-        """
-        if self._told is not None:
-            return self._told
-        if config is None:
-            return NamesUnknown("there is no config.json")
-        candidates = self._candidates(config)
-        if isinstance(candidates, NamesUnknown):
-            return candidates
-        names = candidates[0] if len(candidates) == 1 else choose_class(candidates, stored)
-        if names is None:
-            tried = ", ".join(str(names.architecture) for names in candidates)
-            reason = f"config.json names no architecture, and of {tried} not one alone matches"
-            return NamesUnknown(reason, is_contradiction=True)
-        if "auto_map" in config.content and best_fit(names, stored).difference.count:
-            reason = "config.json names code of its own, whose names transformers does not know"
-            return NamesUnknown(reason)
-        return names
-
-    def fit(
-        self, config: ConfigFile | None, stored: Mapping[str, Shape | None]
-    ) -> Fit | NamesUnknown:
-        """The model of a config, held against the ``stored`` names and shapes."""
-        names = self.names(config, stored)
-        return names if isinstance(names, NamesUnknown) else best_fit(names, stored)
-
-    def other_classes(self, config: ConfigFile) -> list[ModelNames]:
-        """Every class of the config's model type, but for the one that the config names.
-
-        None where the training's own sidecar tells what the model is.
-        """
-        found = self._candidates(config.with_architecture(None)) if self._told is None else []
-        if isinstance(found, NamesUnknown):
-            return []
-        return [names for names in found if names.architecture not in config.architectures]
-
-    def _candidates(self, config: ConfigFile) -> list[ModelNames] | NamesUnknown:
-        asked = config.serialized()
-        if asked not in self._answers:
-            self._answers[asked] = _from_transformers(asked, self._transformers)
-        return self._answers[asked]
-
-
-def _from_source_sidecar(source: Mapping[str, Json]) -> ModelNames | None:
-    """What ``zexport_source.json`` says; ``None`` for adapters and where it says too little."""
-    if source.get("adapter"):
-        return None
-    try:
-        if source.get("model") is not None:
-            found = msgspec.convert(source["model"], _Described)
-        else:
-            found = msgspec.convert(source, _DescribedBefore).now()
-        # Patterns are transformers' alone: a checkpoint's might take for ever to match.
-        return replace(found, ignored=()).names(SOURCE_SIDECAR)
-    except ValueError:
-        return None
-
-
-def _from_transformers(config: bytes, transformers: NamesClient) -> list[ModelNames] | NamesUnknown:
-    version, answer = transformers.describe(config)
-    candidates = answer.get("candidates")
-    if not isinstance(candidates, list):
-        return NamesUnknown(str(answer.get("error", "transformers gave no answer")))
-    origin = f"of transformers {version}"
-    found = msgspec.convert(candidates, tuple[_Described, ...])
-    return [one.names(f"{one.architecture} {origin}") for one in found]
-
-
-class _Described(Struct, frozen=True):
-    """A model as ``zexport.model.conversion`` describes it; see ``ModelNames``."""
-
-    architecture: str
-    shapes: dict[str, tuple[Natural, ...]]
+    architecture: str | None
+    shapes: Mapping[str, Shape]
     buffers: frozenset[str]
-    tied: dict[str, str]
-    unsaved: frozenset[str]
-    keep_fp32: dict[str, frozenset[str]]
-    layouts: tuple[StoredLayout, ...] = ()
+    tied: Mapping[str, str]
+    layouts: tuple[HubLayout, ...] = field(default=(), name="unfolded_layouts")
+    provenance: str = ""
+    unsaved: frozenset[str] = frozenset()
+    keep_fp32: Mapping[str, frozenset[str]] = field(default_factory=dict)
     refused: str = ""
-    base_prefix: str = ""
     ignored: tuple[str, ...] = ()
+    base_prefix: str = ""
     other_type: str = ""
-    defaults: dict[str, dict[str, object]] = {}
+    sizes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
-    def names(self, provenance: str) -> ModelNames:
-        """The names that it tells."""
-        if not (self.tied.keys() | set(self.tied.values())) <= self.shapes.keys():
-            raise ValueError("a tie of names that the model does not have")
-        kept = {
-            dtype: self.keep_fp32.get(dtype.torch_name, frozenset())
-            for dtype in (DType.BF16, DType.F16)
+    @property
+    def all_names(self) -> frozenset[str]:
+        """Every name in memory and in files."""
+        return frozenset(self.shapes).union(*(layout.tensors for layout in self.layouts))
+
+    @cached_property
+    def hub_is_memory(self) -> bool:
+        """Whether there is one layout, and it has the names in memory."""
+        return len(self.layouts) == 1 and all(
+            tensor.is_all_of(self.shapes) == name
+            for name, tensor in self.layouts[0].tensors.items()
+        )
+
+    @cached_property
+    def saved_forms(self) -> tuple[ModelNames, ...]:
+        """The model as if it had in memory what each layout has in files."""
+        return tuple(map(self._as_saved, self.layouts))
+
+    def kept_in_fp32(self, name: str) -> frozenset[DType]:
+        """Dtypes for which transformers leaves a tensor in float32."""
+        dtypes = (DType.BF16, DType.F16)
+        return frozenset(one for one in dtypes if name in self.keep_fp32.get(one.torch_name, ()))
+
+    def ignores(self, name: str) -> bool:
+        """Whether transformers skips a name that the model does not have."""
+        return any(re.search(pattern, name) for pattern in self.ignored)
+
+    def names_in(self, layout: HubLayout) -> dict[str, str]:
+        """Return name in memory to name in files of tensors that a layout leaves unchanged."""
+        unchanged = {
+            same: name
+            for name, tensor in layout.tensors.items()
+            if (same := tensor.is_all_of(self.shapes)) is not None
         }
-        told = asdict(self) | {
-            "layouts": tuple(layout.unfolded(self.shapes) for layout in self.layouts),
-            "keep_fp32": kept,
-            "ignored": tuple(sorted(self.ignored)),
-        }
-        return ModelNames(provenance=provenance, **told)
+        return {**layout.aliases, **unchanged}
+
+    def without_ties(self, aliases: frozenset[str]) -> ModelNames:
+        """Return the same without declared ties whose values differ, which transformers unties."""
+        return replace(self, tied={a: s for a, s in self.tied.items() if a not in aliases})
+
+    def _as_saved(self, layout: HubLayout) -> ModelNames:
+        made_of = {name: tensor.sources for name, tensor in layout.tensors.items()}
+        renamed = dict(layout.aliases)
+        for name, sources in made_of.items():
+            for source in sources:
+                renamed.setdefault(source, name)
+        tied = {renamed.get(a, a): renamed[s] for a, s in self.tied.items() if s in renamed}
+        shapes = layout.shapes
+        shapes |= {alias: shapes[source] for alias, source in tied.items()}
+        unchanged = self.names_in(layout)
+
+        def holding(names: frozenset[str]) -> frozenset[str]:
+            return frozenset(name for name, sources in made_of.items() if sources & names)
+
+        return replace(
+            self,
+            shapes=shapes,
+            buffers=holding(self.buffers),
+            tied=tied,
+            layouts=(as_it_is(layout.shapes, tied),),
+            unsaved=frozenset(),
+            keep_fp32={dtype: holding(kept) for dtype, kept in self.keep_fp32.items()},
+            sizes={
+                size: {unchanged[name]: axis for name, axis in axes.items() if name in unchanged}
+                for size, axes in self.sizes.items()
+            },
+        )
 
 
-class _Shaped(Struct, frozen=True):
-    shape: tuple[Natural, ...]
+class NamesUnknown(Struct, frozen=True):
+    """Why names are not known; a contradiction is a config that cannot be meant."""
+
+    reason: str
+    is_contradiction: bool = False
 
 
-class _DescribedBefore(Struct, frozen=True):
-    """A sidecar from before sidecars described the model; its names in memory are those of files.
+def as_it_is(shapes: Mapping[str, Shape], tied: Iterable[str] = ()) -> HubLayout:
+    """Return the layout of a model that is saved as in memory."""
+    return HubLayout("", {n: whole(n, shape) for n, shape in shapes.items()}, {a: a for a in tied})
 
-    The first ones that ``zexport train`` wrote are of this form.
+
+class Difference(Struct, frozen=True):
+    """How stored names and shapes differ from a model's; a tie counts under any of its names."""
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    reshaped: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """The names, by kind of difference."""
+        names = (self.missing, self.unexpected, self.reshaped)
+        kinds = zip(("missing", "unexpected", "of another shape"), names, strict=True)
+        return "; ".join(f"{kind}: {some(which)}" for kind, which in kinds if which)
+
+    @property
+    def misnamed(self) -> int:
+        """Number of names that only one side has."""
+        return len(self.missing) + len(self.unexpected)
+
+    @property
+    def count(self) -> int:
+        """Number of names that differ."""
+        return self.misnamed + len(self.reshaped)
+
+
+class Fit(Struct, frozen=True):
+    """The form of a model that is closest to stored names.
+
+    ``model`` has the names in memory, ``names`` those of this form: in memory or of a Hub layout.
+    ``difference`` is what remains without ``prefix``, a wrapper's.
     """
 
-    architecture: str
-    tensors: dict[str, _Shaped]
-    tied: dict[str, str]
-    buffers: frozenset[str]
-    names_match_memory: bool
+    model: ModelNames
+    names: ModelNames
+    prefix: str
+    is_saved_form: bool
+    difference: Difference
 
-    def __post_init__(self) -> None:
-        if not self.names_match_memory:
-            raise ValueError("names in memory are not told")
 
-    def now(self) -> _Described:
-        """The same as it is described now."""
-        shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
-        numbers = {name: number for number, name in enumerate(shapes)}
-        shapes |= {alias: shapes[name] for alias, name in self.tied.items() if name in shapes}
-        layouts = (StoredLayout("", tuple(numbers), (), numbers),)
-        return _Described(
-            self.architecture, shapes, self.buffers, self.tied, frozenset(), {}, layouts
-        )
+def best_fit(names: ModelNames, stored: Stored) -> Fit:
+    """Return the form that differs least from ``stored``; the simplest of equals."""
+    fits = []
+    for prefix in wrapper_prefixes(stored):
+        bare = {name.removeprefix(prefix): shape for name, shape in stored.items()}
+        for form in _forms(names):
+            fits.append(Fit(names, form, prefix, form is not names, difference(form, bare)))
+            if not fits[-1].difference.count:
+                return fits[-1]
+    return min(fits, key=lambda fit: fit.difference.count)
+
+
+def _forms(names: ModelNames) -> Iterator[ModelNames]:
+    yield names
+    if not names.hub_is_memory:
+        yield from names.saved_forms
+
+
+def wrapper_prefixes(stored: Iterable[str]) -> Iterator[str]:
+    """Yield the empty prefix, then each longer one of wrappers around the whole model."""
+    prefix, rest = "", list(stored)
+    yield prefix
+    while rest and (found := _WRAPPER.match(rest[0])):
+        if not all(name.startswith(found[0]) for name in rest):
+            return
+        prefix += found[0]
+        rest = [name.removeprefix(found[0]) for name in rest]
+        yield prefix
+
+
+def without_inner_wrappers(stored: Iterable[str]) -> dict[str, str]:
+    """Map every name to itself without wrappers of single modules.
+
+    A prefix of all names stays, for ``wrapper_prefixes``; so do all names if two would be equal.
+    """
+    names = list(stored)
+    *_, prefix = wrapper_prefixes(names)
+    bare = {
+        name: prefix
+        + ".".join(p for p in name[len(prefix) :].split(".") if p not in INNER_WRAPPERS)
+        for name in names
+    }
+    return bare if len({*bare.values()}) == len(bare) else {name: name for name in names}
+
+
+def difference(names: ModelNames, stored: Stored) -> Difference:
+    """Return how ``stored`` differs from the model as it is in memory."""
+    return Difference(
+        missing=tuple(absent(names, stored)),
+        unexpected=tuple(name for name in stored if name not in names.shapes),
+        reshaped=tuple(
+            name
+            for name, shape in stored.items()
+            if shape is not None and names.shapes.get(name, shape) != shape
+        ),
+    )
+
+
+def absent(names: ModelNames, stored: Iterable[str]) -> list[str]:
+    """Return the model's names that are not stored under any name of their tie.
+
+    Source: transformers 5.23, ``modeling_utils.py`` (``tie_weights``): any name of a tie suffices.
+    """
+    sources = {names.tied.get(name, name) for name in stored}
+    return [
+        name
+        for name in names.shapes
+        if names.tied.get(name, name) not in sources and name not in names.unsaved
+    ]

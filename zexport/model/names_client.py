@@ -1,49 +1,166 @@
-"""Asking transformers for models' names, by a process of its own, and remembering what it said."""
+"""Ask transformers for the names of a model, in a subprocess, and cache the answers."""
 
 from __future__ import annotations
 
-import contextlib
-import json
+import hashlib
 import logging
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
-from threading import Timer
-from typing import IO, Self, cast
 
-from zexport.errors import MissingExtraError, OutputError
+import msgspec
+from msgspec import Raw, Struct
+from msgspec.structs import replace
+
+from zexport.errors import MissingExtraError
 from zexport.extras import HUB_WANTED, installed, lack_for_names, to_have_names
+from zexport.filenames import SOURCE_SIDECAR
+from zexport.model.config import ConfigFile
+from zexport.model.hub_layout import StoredLayout
+from zexport.model.names import Fit, ModelNames, NamesUnknown, Stored, best_fit
 from zexport.store.contents import read_regular
 from zexport.store.folders import cache_folder, exists, home, matching, replace_content
-from zexport.store.json import JsonObject
+from zexport.store.json import Json, as_table
 
 _log = logging.getLogger(__name__)
 
-_SCHEMA = 7
-
-
+_SCHEMA = 13
 _CACHED_NBYTES_MAX = 64 << 20
-
-
-_TIMEOUT_SECONDS = 240
-"""Importing transformers takes that long on no machine; what comes then is bounded by itself."""
-
-
 _MESSAGE_LENGTH_MAX = 500
+_KILLED = {
+    -signal.SIGXCPU: "building the model that config.json describes took too long",
+    -signal.SIGKILL: "the process was killed, probably for lack of memory",
+}
+FAILED = 4
+"""Exit code of the process if transformers cannot build the model of a config."""
 
+ANSWER = b"\nzexport answers: "
+"""Precedes the answer on stdout; before it is what libraries print while they are imported."""
 
 _ERROR = re.compile(r"\w+(Error|Exception|Interrupt|Exit)\b.*")
 
 
-class NamesClient:
-    """What transformers says of configs; use it in a ``with`` statement.
+class _Layouts(Struct, frozen=True):
+    layouts: tuple[StoredLayout, ...] = ()
 
-    Where it cannot be asked, what it said in another environment of this user is remembered. What
-    is not is refused where names are needed, and unknown where they are not: ``lacked`` says why.
+
+class _Answer(Struct, frozen=True):
+    candidates: tuple[Raw, ...] = ()
+    error: str = ""
+
+
+def _decode_names(description: bytes | Raw) -> ModelNames:
+    """Return the names that ``describe_model`` gives; ``LookupError``, ``ValueError`` if wrong."""
+    names = msgspec.json.decode(description, type=ModelNames)
+    if not (names.tied.keys() | set(names.tied.values())) <= names.shapes.keys():
+        raise ValueError("tied names that the model does not have")
+    stored = msgspec.json.decode(description, type=_Layouts).layouts
+    return replace(names, layouts=tuple(layout.unfolded(names.shapes) for layout in stored))
+
+
+class Learner:
+    """Learns the names of models, of each config once.
+
+    ``zexport train`` writes them to a sidecar (``source``); otherwise transformers is asked.
+    """
+
+    def __init__(self, source: Mapping[str, Json] | None, transformers: NamesClient) -> None:
+        self._recorded = None if source is None else _from_source_sidecar(source)
+        self._transformers = transformers
+        self._answers: dict[bytes, list[ModelNames] | NamesUnknown] = {}
+
+    def names(self, config: ConfigFile | None, stored: Stored) -> ModelNames | NamesUnknown:
+        """Return the names of a config's model; without an architecture, the class that fits."""
+        if self._recorded is not None:
+            return self._recorded
+        if config is None:
+            return NamesUnknown("there is no config.json")
+        candidates = self._candidates(config)
+        if isinstance(candidates, NamesUnknown):
+            return candidates
+        names = candidates[0] if len(candidates) == 1 else _closest(candidates, stored)
+        if names is None:
+            tried = ", ".join(str(one.architecture) for one in candidates)
+            reason = f"config.json names no architecture, and the weights do not decide: {tried}"
+            return NamesUnknown(reason, is_contradiction=True)
+        if "auto_map" in config.content and best_fit(names, stored).difference.count:
+            return NamesUnknown("config.json names custom code, which zexport does not run")
+        return names
+
+    def fit(self, config: ConfigFile | None, stored: Stored) -> Fit | NamesUnknown:
+        """Return the form of a config's model that is closest to ``stored``."""
+        names = self.names(config, stored)
+        return names if isinstance(names, NamesUnknown) else best_fit(names, stored)
+
+    def other_classes(self, config: ConfigFile) -> list[ModelNames]:
+        """Return every class of the config's model type except the ones that it names."""
+        found = self._candidates(config.with_architecture(None)) if self._recorded is None else []
+        others = [] if isinstance(found, NamesUnknown) else found
+        for names in others:  # so that none of them is asked for again
+            content = config.with_architecture(str(names.architecture)).serialized()
+            self._answers.setdefault(content, [names])
+        return [names for names in others if names.architecture not in config.architectures]
+
+    def _candidates(self, config: ConfigFile) -> list[ModelNames] | NamesUnknown:
+        content = config.serialized()
+        if content not in self._answers:
+            version, answer = self._transformers.describe(content)
+            self._answers[content] = [
+                replace(names, provenance=f"{names.architecture} of transformers {version}")
+                for names in map(_decode_names, answer.candidates)
+            ] or NamesUnknown(answer.error)
+        return self._answers[content]
+
+
+def _closest(candidates: list[ModelNames], stored: Stored) -> ModelNames | None:
+    """Return the only class whose names differ least from ``stored``; equal classes are one.
+
+    Names count before shapes, which depend on sizes that training changes.
+    """
+    fits = [(names, best_fit(names, stored).difference) for names in candidates]
+    named = [one for one in fits if one[1].misnamed == min(found.misnamed for _, found in fits)]
+    least = [names for names, found in named if found.count == min(f.count for _, f in named)]
+    if len(named) == 1:
+        return least[0]
+    first, *others = [replace(o, architecture=None, provenance="", other_type="") for o in least]
+    return replace(least[0], architecture=None) if all(o == first for o in others) else None
+
+
+def _from_source_sidecar(source: Mapping[str, Json]) -> ModelNames | None:
+    """Return the names in ``zexport_source.json``, or ``None`` if it has none of a whole model."""
+    if source.get("adapter"):
+        return None
+    try:
+        model = source.get("model") or _described_by_tensors(source)
+        names = _decode_names(msgspec.json.encode(model))
+    except (LookupError, ValueError):
+        return None
+    return replace(names, provenance=SOURCE_SIDECAR, ignored=())  # its patterns are not trusted
+
+
+def _described_by_tensors(source: Mapping[str, Json]) -> Mapping[str, Json]:
+    """Return the description in a sidecar of zexport's first versions: Hub names, if in memory."""
+    tensors = as_table(source.get("tensors"))
+    tied = {alias: str(name) for alias, name in as_table(source.get("tied")).items()}
+    shapes = {name: as_table(one).get("shape") for name, one in tensors.items()}
+    numbers: Json = {name: number for number, name in enumerate(shapes)}
+    layout: Json = {"label": "", "sources": [*shapes], "parts": [], "tensors": numbers}
+    if not source.get("names_match_memory"):
+        raise ValueError("in-memory names are missing")
+    shapes |= {alias: shapes[name] for alias, name in tied.items()}
+    kept = {key: source.get(key) for key in ("architecture", "tied", "buffers")}
+    return {**kept, "shapes": shapes, "layouts": [layout]}
+
+
+class NamesClient:
+    """Asks transformers, or the cache.
+
+    If transformers cannot be asked, an answer for another version is used. If there is none, names
+    that are needed are an error; otherwise they are unknown, and ``lacked`` is the reason.
     """
 
     def __init__(self, *, are_needed: bool = True) -> None:
@@ -51,202 +168,92 @@ class NamesClient:
         self._are_needed = are_needed
         self._lack = lack_for_names()
         self._version = "" if self._lack else installed("transformers") or ""
-        self._process: _NamesProcess | None = None
-        self._is_forgetful = False
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end()
-
-    def describe(self, config: bytes) -> tuple[str, JsonObject]:
-        """The version that answers, and state dicts that a config may mean.
-
-        These are ``{"candidates": [...]}``, or ``{"error": ...}``.
-        """
-        for version, path in _remembered(config, self._version):
+    def describe(self, config: bytes) -> tuple[str, _Answer]:
+        """Return the version of transformers that answers, and the answer."""
+        for version, path in _cached(config, self._version):
             if (known := _read_cache(path)) is not None:
                 return version, known
         if not self._lack:
-            self._start()
-        if self._process is None:
-            return "", self._unanswered()
-        answer = self._process.ask(config)
-        if answer is None:
-            answer = {"error": f"transformers failed: {self._process.last_words()}"}
-            self._end()
-        else:
-            self._remember(config, answer)
-        return self._version, answer
-
-    def _remember(self, config: bytes, answer: JsonObject) -> None:
-        """Keep an answer for the next time; without a cache the export goes on, and says so."""
-        content = json.dumps(answer).encode()
-        folder, why = _cache_home(), "there is no home folder"
-        if folder is not None:
-            try:
-                path = folder / _cache_name(config, self._version)
-                replace_content(path, b"%b\n%b" % (_digest(content).encode(), content))
-            except OSError as refusal:
-                why = f"{folder}: {refusal.strerror}"
-            else:
-                return
-        if not self._is_forgetful:
-            self._is_forgetful = True
-            _log.warning(
-                "The names cannot be kept (%s), and the next export asks for them again. Set "
-                "XDG_CACHE_HOME to a folder that you may write to.",
-                why,
-            )
-
-    def _start(self) -> None:
-        """See to it that there is a process, unless transformers cannot be imported."""
-        if self._process is not None:
-            return
-        _log.info("Asking transformers for the names of this model, once for each config")
-        self._process = _NamesProcess()
-        if self._process.answered() is None:  # to begin with, that it has imported what it needs
-            self._lack = f"transformers {self._version}, but {self._process.last_words()}"
-            self._end()
-
-    def _unanswered(self) -> JsonObject:
-        """The answer where names are not needed; where they are, to go on would be a guess."""
+            _log.info("Asking transformers for the names of this model, once for each config")
+            done = _ask(config)
+            if done.returncode == 0:
+                content = done.stdout.rpartition(ANSWER)[2]
+                _write_cache(config, self._version, content)
+                return self._version, msgspec.json.decode(content, type=_Answer)
+            reason = _KILLED.get(done.returncode) or _last_error(done)
+            if done.returncode in (FAILED, *_KILLED):
+                return self._version, _Answer(error=f"transformers failed: {reason}")
+            self._lack = f"transformers {self._version}, but {reason}"
         if self._are_needed:
             raise MissingExtraError(
-                "the names of the model's weights on the hub are not known in this environment",
+                "the Hub names of the model's weights are not known in this environment",
                 found=self._lack,
                 expected=HUB_WANTED,
                 hint=f"{to_have_names()}; or keep the names in memory, with --layout memory",
             )
         self.lacked = self._lack
-        return {"error": f"transformers cannot be asked: {self._lack}"}
-
-    def _end(self) -> None:
-        if self._process is not None:
-            self._process.end()
-            self._process = None
+        return "", _Answer(error=f"transformers cannot be asked: {self._lack}")
 
 
-class _NamesProcess:
-    """``zexport.model.names_process``, as it runs."""
-
-    def __init__(self) -> None:
-        self._output = _temporary_file()
-        answers, to_answer = os.pipe()
-        # -P: without it the current folder, perhaps the checkpoint's, would be searched for code.
-        self._popen = subprocess.Popen(  # noqa: S603 - our own module
-            [sys.executable, "-P", "-m", "zexport.model.names_process", str(to_answer)],
-            stdin=subprocess.PIPE,
-            stdout=self._output,
-            stderr=self._output,
-            pass_fds=(to_answer,),
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
-        )
-        os.close(to_answer)
-        self._answers = os.fdopen(answers, "rb")
-
-    def ask(self, config: bytes) -> JsonObject | None:
-        """The answer to one config; ``None`` if the process ended without it."""
-        stdin = self._popen.stdin
-        if stdin is None:
-            raise AssertionError("it is a pipe")
-        with contextlib.suppress(BrokenPipeError):
-            stdin.write(config.replace(b"\n", b" ") + b"\n")
-            stdin.flush()
-        return self.answered()
-
-    def answered(self) -> JsonObject | None:
-        """The next line that it has for us; ``None`` if it ended without one."""
-        watch = Timer(_TIMEOUT_SECONDS, self._popen.kill)
-        watch.start()
-        try:
-            return cast("JsonObject", json.loads(self._answers.readline()))
-        except (ValueError, RecursionError):
-            self._popen.wait()
-            return None
-        finally:
-            watch.cancel()
-
-    def last_words(self) -> str:
-        """Why the process, which is over, ended without an answer."""
-        status = self._popen.returncode
-        if status == -signal.SIGXCPU:
-            return "building the model that config.json describes took too long"
-        if status == -signal.SIGKILL:
-            return f"it was killed, for want of memory or after {_TIMEOUT_SECONDS} s"
-        self._output.seek(0)
-        lines = self._output.read().decode(errors="replace").splitlines()
-        words = [line.strip() for line in reversed(lines) if re.search(r"\w", line)]
-        last = next(filter(_ERROR.match, words), words[0] if words else "")
-        if "MemoryError" in last or "not enough memory" in last:
-            return "the model that config.json describes takes too much memory to build"
-        return last[:_MESSAGE_LENGTH_MAX] or f"it ended with {status}"
-
-    def end(self) -> None:
-        """End the process, which has nothing to lose."""
-        self._popen.kill()
-        with contextlib.suppress(BrokenPipeError), self._popen, self._answers:
-            self._output.close()
+def _ask(config: bytes) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        # -P: without it, Python imports modules of the current folder, perhaps the checkpoint's
+        [sys.executable, "-P", "-m", "zexport.model.names_process"],
+        input=config,
+        capture_output=True,
+        check=False,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
+    )
 
 
-def _temporary_file() -> IO[bytes]:
-    import tempfile  # noqa: PLC0415 - names that are known need none
+def _last_error(done: subprocess.CompletedProcess[bytes]) -> str:
+    lines = [line.strip() for line in done.stderr.decode(errors="replace").splitlines()]
+    last = next(filter(_ERROR.match, reversed(lines)), "".join(lines[-1:]))
+    return last[:_MESSAGE_LENGTH_MAX] or f"the process exited with {done.returncode}"
 
+
+def _cache_path(config: bytes, version: str) -> Path:
+    """Return where the answer of a version is cached; raise unless the user has a home folder."""
+    cache, own = cache_folder(), home()
+    if own is not None and cache.is_relative_to(own) and not exists(own):
+        raise FileNotFoundError(f"no folder {own}")
+    return cache / "zexport" / f"names-{_SCHEMA}-{_digest(config)}-transformers-{version}.json"
+
+
+def _cached(config: bytes, version: str) -> list[tuple[str, Path]]:
+    """Return the cached answers of a version; without one, of any, the newest first."""
     try:
-        return tempfile.TemporaryFile()
-    except OSError as cause:
-        raise OutputError(
-            f"no temporary file can be made: {cause.strerror}",
-            hint="Set TMPDIR to a folder that you may write to",
-        ) from cause
+        pattern = _cache_path(config, version or "*")
+    except (OSError, RuntimeError):
+        return []
+    found = [(p.stem.split("-", 4)[4], p) for p in matching(pattern.parent, pattern.name)]
+    return sorted(found, key=lambda one: [*map(int, re.findall(r"\d+", one[0]))], reverse=True)
 
 
-def _cache_home() -> Path | None:
-    """Where answers are kept; ``None`` for a user who has no folder for that.
-
-    A home folder that is not there is not made, though root could.
-    """
+def _read_cache(path: Path) -> _Answer | None:
+    """Return the cached answer; ``None`` if there is none or it was changed."""
     try:
-        cache, own = cache_folder(), home()
-    except RuntimeError:
-        return None
-    is_homeless = own is not None and cache.is_relative_to(own) and not exists(own)
-    return None if is_homeless else cache / "zexport"
-
-
-def _cache_name(config: bytes, version: str) -> str:
-    return f"names-{_SCHEMA}-transformers-{version}-{_digest(config)}.json"
-
-
-def _remembered(config: bytes, version: str) -> Iterator[tuple[str, Path]]:
-    """Where the answer of a version may lie; without one, that of any, the newest first."""
-    folder = _cache_home()
-    if folder is None:
-        return
-    if version:
-        yield version, folder / _cache_name(config, version)
-        return
-    before, after = _cache_name(config, "*").split("*")
-    found = {
-        path.name.removeprefix(before).removesuffix(after): path
-        for path in matching(folder, f"{before}*{after}")
-    }
-    ages = {version: [*map(int, re.findall(r"\d+", version))] for version in found}
-    yield from sorted(found.items(), key=lambda one: ages[one[0]], reverse=True)
-
-
-def _read_cache(path: Path) -> JsonObject | None:
-    """The cached answer; one that is not as it was written counts as none: it is asked again."""
-    try:
-        content = read_regular(path, _CACHED_NBYTES_MAX)
+        content = read_regular(path, _CACHED_NBYTES_MAX) or b""
     except OSError:
         return None
-    seal, _, answer = (content or b"").partition(b"\n")
-    return cast("JsonObject", json.loads(answer)) if seal == _digest(answer).encode() else None
+    seal, _, answer = content.partition(b"\n")
+    is_ours = seal == _digest(answer).encode()
+    return msgspec.json.decode(answer, type=_Answer) if is_ours else None
+
+
+def _write_cache(config: bytes, version: str, answer: bytes) -> None:
+    """Cache an answer; warn if that is not possible."""
+    try:
+        content = b"%b\n%b" % (_digest(answer).encode(), answer)
+        replace_content(_cache_path(config, version), content)
+    except (OSError, RuntimeError) as cause:
+        _log.warning(
+            "The names cannot be cached (%s), so every export asks transformers again. Set "
+            "XDG_CACHE_HOME to a writable folder.",
+            cause,
+        )
 
 
 def _digest(content: bytes) -> str:
-    import hashlib  # noqa: PLC0415 - it loads OpenSSL
-
     return hashlib.blake2b(content, digest_size=16).hexdigest()

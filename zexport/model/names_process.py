@@ -1,9 +1,7 @@
-"""Asks transformers for models' names: ``python -m zexport.model.names_process FD < CONFIGS``.
+"""Describe the model of a config: ``python -m zexport.model.names_process < config.json``.
 
-A line of JSON is answered by a line of JSON, in the file that is open as number FD: what libraries
-print is no answer. Models are built on the meta device, without weights,
-and from classes that transformers itself ships: code that a config names is never imported. What
-building one may take is bounded, so that a config of a billion layers ends the process.
+Models are built on the meta device from classes that transformers ships: code that a config names
+is never imported. Time and memory are bounded, because a config may describe a billion layers.
 """
 
 from __future__ import annotations
@@ -12,219 +10,184 @@ import json
 import os
 import resource
 import sys
-from collections.abc import Collection
-from copy import deepcopy
-from typing import Any, TextIO
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 from huggingface_hub import errors
 from transformers.models.auto import modeling_auto
 
-from zexport.model.config_facts import ROPE, built_of, parts_of
-from zexport.model.conversion import describe_model, ignored_names
+from zexport.model.conversion import REFUSALS, describe_model, ignored_names
+from zexport.model.names_client import ANSWER, FAILED
 
 _BUILDING_SECONDS = 45
 _BUILDING_NBYTES = 2 << 30
-"""What building may take above what the imports took; the largest models take a tenth of it."""
+"""Bounds for building a model, without the imports; the largest models need a tenth."""
 
-_GIVEN = {limit: resource.getrlimit(limit) for limit in (resource.RLIMIT_CPU, resource.RLIMIT_AS)}
-"""The limits that this process began with, soft and hard."""
-
-_UNBUILDABLE = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-"""What a class raises that a config is not enough for."""
+_STAND_INS = {"vocab_size": 10_000_019, "num_labels": 4099}
+"""Sizes that training may change, with a value that no dimension of a real model has."""
 
 _INVALID: type[Exception] = getattr(errors, "StrictDataclassError", ValueError)
-"""What configs raise that contradict themselves (huggingface_hub 0.35 and later)."""
-
-_PLAIN = (str, int, float, list)
+_UNBUILDABLE = (*REFUSALS, _INVALID, AssertionError, ImportError, MemoryError, OSError)
+"""What transformers raises for a config that contradicts itself or is not enough for a class."""
 
 _IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
 """Parts of keys that may name a repository of compiled kernels, which would be loaded and run.
 
-Source: transformers 5.23, ``modeling_utils.py``, ``_check_and_adjust_attn_implementation``.
+Source: transformers 5.23, ``modeling_utils.py`` (``_check_and_adjust_attn_implementation``).
 """
 
 
 def bound_work() -> None:
-    """Let this process go on for so long, and take so much more memory, and no more."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    _lower(resource.RLIMIT_CPU, int(usage.ru_utime + usage.ru_stime) + _BUILDING_SECONDS)
-    if sys.platform == "linux":  # elsewhere the system does not hold processes to it
-        with open("/proc/self/statm", encoding="ascii") as file:  # noqa: PTH123
-            pages = int(file.read().split()[0])
-        _lower(resource.RLIMIT_AS, pages * resource.getpagesize() + _BUILDING_NBYTES)
+    """Limit the CPU time and memory that this process may still use."""
+    bounds = {resource.RLIMIT_CPU: int(time.process_time()) + _BUILDING_SECONDS}
+    if sys.platform == "linux":  # other systems ignore the limit
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+        bounds[resource.RLIMIT_AS] = pages * resource.getpagesize() + _BUILDING_NBYTES
+    for limit, bound in bounds.items():
+        soft, hard = resource.getrlimit(limit)
+        resource.setrlimit(limit, (min({soft, hard, bound} - {resource.RLIM_INFINITY}), hard))
 
 
-def _lower(limit: int, value: int) -> None:
-    soft, hard = _GIVEN[limit]
-    allowed = [bound for bound in (soft, hard, value) if bound != resource.RLIM_INFINITY]
-    resource.setrlimit(limit, (min(allowed), hard))
+def plain_config(content: Any) -> Any:
+    """Return a config without keys that name other code, and with its special floats decoded.
 
-
-def without_code(content: Any) -> Any:
-    """A config less every key by which transformers would choose code that is not its own."""
-    if isinstance(content, dict):
-        return {
-            key: without_code(value)
-            for key, value in content.items()
-            if key != "auto_map" and not any(part in key for part in _IMPLEMENTATIONS)
-        }
-    return [without_code(item) for item in content] if isinstance(content, list) else content
-
-
-def with_floats(content: Any) -> Any:
-    """A config with the numbers that JSON has no word for, as ``save_pretrained`` tags them.
-
-    Source: transformers 5.23, ``configuration_utils.py``, ``_encode_special_floats``.
+    Source: transformers 5.23, ``configuration_utils.py`` (``_encode_special_floats``).
     """
-    if isinstance(content, dict):
-        tag = content.get("__float__") if len(content) == 1 else None
-        if tag in ("Infinity", "-Infinity", "NaN"):
-            return float(tag)
-        return {key: with_floats(value) for key, value in content.items()}
-    return [with_floats(item) for item in content] if isinstance(content, list) else content
+    if isinstance(content, list):
+        return [plain_config(item) for item in content]
+    if not isinstance(content, dict):
+        return content
+    tag = content.get("__float__") if len(content) == 1 else None
+    if tag in ("Infinity", "-Infinity", "NaN"):
+        return float(tag)
+    return {
+        key: plain_config(value)
+        for key, value in content.items()
+        if key != "auto_map" and not any(part in key for part in _IMPLEMENTATIONS)
+    }
 
 
-def describe(content: dict[str, Any]) -> dict[str, Any]:
-    """State dicts that a config may mean: ``{"candidates": [...]}``, or ``{"error": ...}``."""
-    model_type = str(content.get("model_type"))
+def describe(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a config may mean: ``{"candidates": [...]}`` or ``{"error": ...}``."""
+    model_type, version = str(content.get("model_type")), transformers.__version__
     if model_type not in transformers.CONFIG_MAPPING:
-        return {
-            "error": f"transformers {transformers.__version__} has no model type {model_type!r}"
-        }
+        return {"error": f"transformers {version} has no model type {model_type!r}"}
     config_class = transformers.CONFIG_MAPPING[model_type]
     named = content.get("architectures")
-    architectures = named or _architectures_of(model_type, config_class)
-    known = [name for name in architectures if hasattr(transformers, name)]
+    every = named or _architectures_of(model_type, config_class)
+    known = [name for name in every if hasattr(transformers, name)]
     if not known:
-        missing = ", ".join(map(repr, architectures)) or "any architecture for it"
-        return {"error": f"transformers {transformers.__version__} does not have {missing}"}
+        return {"error": f"transformers {version} has no class {named or f'of type {model_type}'}"}
     candidates, reason = [], ""
-    defaults = defaults_of(config_class, content)
     for name in known:
         try:
-            model = _without_data(name, config_class.from_dict(dict(content)))
+            candidates.append(_describe(getattr(transformers, name), config_class, content))
         except _UNBUILDABLE as error:
             if named:
                 raise
-            reason = f"transformers failed: {error}"  # some classes want more of a config
-            continue
-        described = {**describe_model(model), "ignored": ignored_names(model), "defaults": defaults}
-        candidates.append({**described, "other_type": _other_type(type(model), config_class)})
+            reason = f"transformers failed: {error}"  # some classes need more than the config
     return {"candidates": candidates} if candidates else {"error": reason}
 
 
-def defaults_of(config_class: Any, content: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What a class takes for keys that say how a model is built, each where it is left out.
+def _describe(model_class: Any, config_class: Any, content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the description of one class, with the axes of its vocabulary and labels.
 
-    For the whole config under an empty name, and for those of its parts under theirs; a default may
-    follow from what else a config says.
+    A config from ZeRO-3's placeholders states size 0. If the class cannot be built with the stated
+    sizes, it is built with the stand-ins, and the weights give the sizes.
     """
-
-    def taken(part: str, without: Collection[str]) -> dict[str, Any]:
-        table = content[part] if part else content
-        rest = {key: value for key, value in table.items() if key not in without}
+    models = []
+    for is_sized in (True, False):
         try:
-            given = deepcopy({**content, part: rest} if part else rest)  # classes change it
-            full = config_class.from_dict(given).to_dict()
-            return built_of(full.get(part) or {} if part else full)
-        except (*_UNBUILDABLE, _INVALID):
-            return {}
+            models.append(_build(model_class, config_class.from_dict(dict(content)), is_sized))
+        except _UNBUILDABLE:
+            if not (is_sized or models):
+                raise
+    state = models[0].state_dict()
+    sizes = {
+        size: {n: [*t.shape].index(value) for n, t in state.items() if value in t.shape}
+        for size, value in _STAND_INS.items()
+    }
+    return {
+        **describe_model(models[-1]),
+        "ignored": ignored_names(models[-1]),
+        "other_type": _other_type(model_class, config_class),
+        "sizes": sizes,
+    }
 
-    found = {}
-    for part in ("", *parts_of(content)):
-        table = content[part] if part else content
-        known = {k: v for k, v in taken(part, ()).items() if k not in built_of(table)}
-        for key in table:
-            if gone := built_of({key: table[key]}).keys():
-                without = ROPE if key in ROPE else (key,)
-                known |= {k: v for k, v in taken(part, without).items() if k in gone}
-        found[part] = {k: v for k, v in known.items() if isinstance(v, _PLAIN)}
-    return found
+
+def _build(model_class: Any, config: Any, is_sized: bool) -> Any:
+    if is_sized:
+        config.num_labels = _STAND_INS["num_labels"]
+        for table in (config, config.get_text_config()):
+            if hasattr(table, "vocab_size"):
+                table.vocab_size = _STAND_INS["vocab_size"]
+    with torch.device("meta"):
+        return model_class._from_config(config)
 
 
 def _other_type(model_class: Any, config_class: Any) -> str:
-    """The model type of a class, where it is surely another than that of a config.
+    """Return the model type of a class if it is surely not that of a config, else an empty string.
 
-    It is not where a table of transformers has the class for both, where one config is made of the
-    other, nor for whole models and their parts.
+    It is not sure if transformers lists the class for both, if one config is derived from the
+    other, or for a whole model and its part.
     """
     own = model_class.config_class
-    model_type: str = getattr(own, "model_type", "")
-    is_one = own is None or issubclass(own, config_class) or issubclass(config_class, own)
-    if is_one or model_type in ("", config_class.model_type):
+    if own is None or issubclass(own, config_class) or issubclass(config_class, own):
         return ""
-    packages = {one.__module__.rpartition(".")[0] for one in (own, config_class)}
-    if len(packages) == 1 or own.sub_configs or config_class.sub_configs:
-        return ""
-    return "" if model_class.__name__ in _in_tables(config_class.model_type) else model_type
+    is_same_package = (
+        own.__module__.rpartition(".")[0] == config_class.__module__.rpartition(".")[0]
+    )
+    is_composite = own.sub_configs or config_class.sub_configs
+    is_listed = model_class.__name__ in _in_tables(config_class.model_type)
+    is_same_type = own.model_type in ("", config_class.model_type)
+    return "" if is_same_package or is_composite or is_listed or is_same_type else own.model_type
 
 
 def _in_tables(model_type: str) -> list[str]:
-    """The classes that transformers' tables have for a model type."""
-    tables = [
-        table
+    """Return the classes that transformers lists for a model type."""
+    listed = [
+        table.get(model_type, ())
         for name, table in vars(modeling_auto).items()
         if name.startswith("MODEL_") and name.endswith("_MAPPING_NAMES")
     ]
-    found: list[str] = []
-    for table in tables:
-        names = table.get(model_type, ())
-        found += [names] if isinstance(names, str) else names
-    return found
+    return [name for one in listed for name in ([one] if isinstance(one, str) else one)]
 
 
 def _architectures_of(model_type: str, config_class: type) -> list[str]:
-    """The classes of a model type: those that transformers' tables have, and those beside them."""
+    """Return the classes of a model type: the listed ones, then others in their modules."""
     found = [name for name in _in_tables(model_type) if hasattr(transformers, name)]
     modules = {getattr(transformers, name).__module__ for name in found}
-    beside = (name for module in modules for name in getattr(sys.modules[module], "__all__", ()))
-    found += sorted(name for name in beside if _is_model_of(config_class, name))
+    others = {name for module in modules for name in getattr(sys.modules[module], "__all__", ())}
+    found += [
+        name
+        for name in sorted(others)
+        if isinstance(one := getattr(transformers, name, None), type)
+        and issubclass(one, transformers.PreTrainedModel)
+        and getattr(one, "config_class", None) is config_class
+        and "pretrained" not in name.lower()
+    ]
     return list(dict.fromkeys(found))
 
 
-def _is_model_of(config_class: type, name: str) -> bool:
-    """Whether transformers has a whole model of that name for that config."""
-    found = getattr(transformers, name, None)
-    is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
-    return (
-        is_model
-        and "pretrained" not in name.lower()
-        and getattr(found, "config_class", None) is config_class
-    )
-
-
-def _without_data(architecture: str, config: Any) -> Any:
-    with torch.device("meta"):
-        return getattr(transformers, architecture)._from_config(config)
-
-
-def answer_all(answers: TextIO) -> None:
-    """Answer every config of the standard input, each within its own bounds.
-
-    The first answer says that what is needed for others was imported.
-    """
-    answers.write("{}\n")
-    answers.flush()
-    for line in sys.stdin.buffer:
+def main() -> int:
+    """Answer the config on stdin; what libraries print to stdout goes to stderr."""
+    with os.fdopen(os.dup(sys.stdout.fileno()), "wb") as answers:
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         bound_work()
-        answer = describe(with_floats(without_code(json.loads(line))))
-        answers.write(f"{json.dumps(answer)}\n")
-        answers.flush()
+        try:
+            answer = describe(plain_config(json.load(sys.stdin.buffer)))
+        except _UNBUILDABLE as error:
+            sys.stderr.write(f"{type(error).__name__}: {error}\n")
+            return FAILED
+        answers.write(ANSWER + json.dumps(answer, separators=(",", ":")).encode())
+        return 0
 
 
 if __name__ == "__main__":
     if not transformers.is_torch_available():
-        raise ImportError(f"it does not take torch {torch.__version__}")
-    with os.fdopen(int(sys.argv[1]), "w") as to_answer:
-        answer_all(to_answer)
+        raise ImportError(f"transformers does not support torch {torch.__version__}")
+    sys.exit(main())

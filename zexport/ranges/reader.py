@@ -65,7 +65,7 @@ class SourceReader:
     beforehand is refused, when it is opened and again by ``finish``. A storage that falters is
     tried again (``zexport.store.retries``).
 
-    Weights that are used are read by ``zexport.weights.proof``; by this alone only what decides how
+    Weights that are used are read by ``zexport.export.proof``; by this alone only what decides how
     they are read.
 
     Args:

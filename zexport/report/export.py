@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from zexport.plan.plan import WEIGHTS_ONLY
+from zexport.export.plan import WEIGHTS_ONLY
 from zexport.printable import some
 from zexport.report.text import (
     Console,
@@ -25,8 +25,8 @@ from zexport.report.text import (
 )
 
 if TYPE_CHECKING:
-    from zexport.plan.plan import Form, Origin
-    from zexport.plan.summary import PlanSummary
+    from zexport.export.plan import Form, Origin
+    from zexport.export.summary import PlanSummary
     from zexport.run.execute import ExportReport, PartReport
     from zexport.run.verify import VerifyReport
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from zexport.checkpoint.state import CheckpointFile, Role, TrainingState
+from zexport.export.plan import Origin
 from zexport.inspect.inspect import AdapterSummary, Inspection, Outcome
-from zexport.plan.plan import Origin
 from zexport.printable import some
 from zexport.ranges.dtypes import DType
 from zexport.report.text import (

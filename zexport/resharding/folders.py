@@ -17,9 +17,9 @@ from msgspec import Struct
 
 from zexport.checkpoint.resolve import LATEST, Framework, Location
 from zexport.errors import CheckpointError, ZexportError
+from zexport.export.plan import SideFile
 from zexport.filenames import MANIFEST_NAME
 from zexport.formats.torch_file import read_torch_file
-from zexport.plan.plan import SideFile
 from zexport.printable import shown, some
 from zexport.store.contents import read_json_object
 from zexport.store.files import reading

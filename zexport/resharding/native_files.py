@@ -10,8 +10,8 @@ from zexport.checkpoint.zero.experts import sharing_ranks
 from zexport.checkpoint.zero.file_names import rank_file_name
 from zexport.checkpoint.zero.records import ZERO3, ModelStates
 from zexport.errors import UsageError
+from zexport.export.plan import FilePlan, plan_torch_file
 from zexport.formats.inert import TensorLeaf
-from zexport.plan.plan import FilePlan, plan_torch_file
 from zexport.ranges.dtypes import DType
 from zexport.resharding.model_files import ModelFiles
 from zexport.resharding.optimizer_files import Place, flatten, optimizer_value

@@ -11,11 +11,12 @@ from msgspec import UNSET, Struct, UnsetType
 from zexport.checkpoint.boxes import state_replicas
 from zexport.checkpoint.resolve import Framework
 from zexport.checkpoint.state import TrainingState, raise_problems
-from zexport.decide import CheckpointRecord, recorded_warnings
 from zexport.errors import UnsafeError, UnsupportedError, UsageError, layout_of
+from zexport.export.decide import CheckpointRecord, recorded_warnings
+from zexport.export.plan import ExportPlan, FilePlan, Form, Origin, SideFile, SourceFile
+from zexport.export.proof import Accounting, account
+from zexport.export.summary import share_memory
 from zexport.options import CheckMode, ReshardOptions, ResumeFormat
-from zexport.plan.plan import ExportPlan, FilePlan, Form, Origin, SideFile, SourceFile
-from zexport.plan.summary import share_memory
 from zexport.printable import some
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import ByteSource, paths_of
@@ -41,7 +42,6 @@ from zexport.run.manifest import Manifest
 from zexport.store.address import place
 from zexport.store.contents import read_json_object
 from zexport.store.json import values_of
-from zexport.weights.proof import Accounting, account
 
 _BY_ORDER = (
     "optimizer states are numbered, and matched to weights in the model's order. If the optimizer "

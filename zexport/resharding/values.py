@@ -17,6 +17,7 @@ from zexport.checkpoint.state import (
 from zexport.checkpoint.zero.file_names import parse_name
 from zexport.checkpoint.zero.records import ModelStates
 from zexport.errors import UnsafeError
+from zexport.export.plan import FilePlan, plan_torch_file
 from zexport.formats.inert import (
     FragmentAddress,
     Global,
@@ -30,7 +31,6 @@ from zexport.formats.known_globals import FRAGMENT
 from zexport.formats.pickle_view import PickleView, view
 from zexport.formats.torch_file import TorchFile
 from zexport.formats.torch_writer import lay_out
-from zexport.plan.plan import FilePlan, plan_torch_file
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import ByteSource
 

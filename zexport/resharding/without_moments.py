@@ -10,9 +10,9 @@ from zexport.checkpoint.resolve import original_name
 from zexport.checkpoint.state import Recorded, Structure, TrainingState
 from zexport.checkpoint.zero.records import PRUNED, OptimizerStates
 from zexport.errors import UnsupportedError
+from zexport.export.plan import FilePlan, plan_torch_file
 from zexport.formats.inert import TensorRef
 from zexport.formats.pickle_view import view
-from zexport.plan.plan import FilePlan, plan_torch_file
 from zexport.resharding.values import unwritable, with_leaves
 
 DELETE_BY_HAND = (

@@ -14,8 +14,9 @@ from msgspec import Struct
 
 from zexport import __version__
 from zexport.errors import VerificationError
+from zexport.export.plan import ExportPlan, TensorPlan
+from zexport.export.proof import WeightReader
 from zexport.filenames import MANIFEST_NAME
-from zexport.plan.plan import ExportPlan, TensorPlan
 from zexport.ranges.ahead import announced, in_order
 from zexport.ranges.ledger import Ledger
 from zexport.run.begin import entry_of
@@ -29,7 +30,6 @@ from zexport.store.contents import read_range
 from zexport.store.files import reading, version
 from zexport.store.folders import exists, is_file
 from zexport.store.json import values_of
-from zexport.weights.proof import WeightReader
 
 
 def digests_from_source(

@@ -12,10 +12,10 @@ from blake3 import blake3
 from msgspec import Struct, structs
 
 from zexport.errors import CheckpointError, OutputError, UnsafeError
+from zexport.export.plan import ExportPlan, FilePlan, SideFile
+from zexport.export.plan_digest import PlanDigest
+from zexport.export.summary import side_nbytes
 from zexport.filenames import MANIFEST_NAME
-from zexport.plan.digest import PlanDigest
-from zexport.plan.plan import ExportPlan, FilePlan, SideFile
-from zexport.plan.summary import side_nbytes
 from zexport.printable import some
 from zexport.ranges.digests import digest_file
 from zexport.run.manifest import FileEntry, check_inside

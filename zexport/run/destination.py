@@ -10,8 +10,8 @@ from pathlib import Path
 
 from zexport.checkpoint.resolve import list_run_checkpoints
 from zexport.errors import OutputError, VerificationError
+from zexport.export.plan import ExportPlan, Origin
 from zexport.filenames import MANIFEST_NAME
-from zexport.plan.plan import ExportPlan, Origin
 from zexport.run.manifest import read_manifest
 from zexport.run.staging import real_path
 from zexport.store.address import Address

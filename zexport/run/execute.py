@@ -10,9 +10,10 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from zexport.export.plan import ExportPlan, Form, Origin
+from zexport.export.proof import WeightReader
 from zexport.findings import Finding
 from zexport.model.hub_cache import GivenBase
-from zexport.plan.plan import ExportPlan, Form, Origin
 from zexport.printable import brief
 from zexport.run.begin import Workplace, begin
 from zexport.run.finish import Finished, finish
@@ -24,7 +25,6 @@ from zexport.run.readback import VerifyMode
 from zexport.run.shares import Share, Stretch
 from zexport.run.staging import staged_folder
 from zexport.store.json import JsonObject, Natural, form_of
-from zexport.weights.proof import WeightReader
 
 __all__ = [
     "ExportReport",

@@ -12,9 +12,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from zexport.errors import OutputError
+from zexport.export.plan import ExportPlan, FilePlan, TensorPlan
 from zexport.filenames import MANIFEST_NAME
 from zexport.findings import Finding, FindingKind
-from zexport.plan.plan import ExportPlan, FilePlan, TensorPlan
 from zexport.ranges.casts import Statistics
 from zexport.ranges.digests import digest_ranges
 from zexport.ranges.dtypes import DType

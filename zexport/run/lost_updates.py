@@ -7,13 +7,13 @@ from typing import TypeAlias
 
 import numpy as np
 
+from zexport.export.plan import ExportPlan, TensorPlan
+from zexport.export.proof import WeightReader
 from zexport.findings import Finding, FindingKind
-from zexport.plan.plan import ExportPlan, TensorPlan
 from zexport.ranges.casts import bits_seen_as
 from zexport.ranges.computed import ComputedExtent, LowRankUpdate, ScaledSum
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import Read
-from zexport.weights.proof import WeightReader
 
 _TENSORS_MAX = 128
 _SAMPLE_NUMEL = 1024

@@ -15,11 +15,11 @@ from zexport.errors import (
     UnsupportedError,
     VerificationError,
 )
+from zexport.export.plan import FilePlan, qualified, qualified_by_file
 from zexport.formats.inert import TensorRef
 from zexport.formats.safetensors_file import FileTensor, read_header
 from zexport.formats.torch_file import read_torch_file
 from zexport.formats.torch_writer import tensors_in
-from zexport.plan.plan import FilePlan, qualified, qualified_by_file
 from zexport.ranges.extents import Extent
 from zexport.store.address import Address
 from zexport.store.files import reading

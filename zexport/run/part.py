@@ -19,7 +19,7 @@ from blake3 import blake3
 from isal import isal_zlib
 from msgspec.structs import replace
 
-from zexport.plan.plan import FilePlan
+from zexport.export.plan import FilePlan
 from zexport.ranges.ahead import announced
 from zexport.ranges.casts import Statistics
 from zexport.run.begin import Workplace

@@ -9,10 +9,10 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from zexport.plan.plan import TensorPlan
+from zexport.export.plan import TensorPlan
+from zexport.export.proof import WeightReader
 from zexport.ranges.casts import Statistics, cast_into, statistics_of
 from zexport.ranges.ledger import Ledger, Range
-from zexport.weights.proof import WeightReader
 
 _LEAST_NBYTES = 8
 """Room for one element of the largest type."""

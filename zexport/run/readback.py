@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import ParamSpec, Self
 
 from zexport.errors import OutputError, VerificationError
-from zexport.plan.plan import FilePlan
+from zexport.export.plan import FilePlan
 from zexport.ranges.digests import digest_file, digest_of_parts, digest_ranges
 from zexport.run.manifest import FileEntry
 from zexport.run.output_files import check_opens

@@ -21,10 +21,10 @@ from msgspec.structs import astuple
 
 from zexport import __version__
 from zexport.errors import OutputError
+from zexport.export.plan import ExportPlan
+from zexport.export.plan_digest import PlanDigest
 from zexport.filenames import RECEIPTS
 from zexport.findings import Finding
-from zexport.plan.digest import PlanDigest
-from zexport.plan.plan import ExportPlan
 from zexport.printable import shown, some
 from zexport.ranges.casts import Statistics
 from zexport.ranges.ledger import Ranges

@@ -18,11 +18,11 @@ from msgspec import structs
 
 from zexport.checkpoint.state import Role, StoredTensor
 from zexport.errors import MissingExtraError, UnsafeError, UnsupportedError
+from zexport.export.plan import TensorPlan
 from zexport.extras import to_install
 from zexport.formats.inert import Global
 from zexport.formats.pickles import load
 from zexport.formats.torch_file import Container, TorchFile, read_torch_file
-from zexport.plan.plan import TensorPlan
 from zexport.ranges.extents import ByteSource, Extent, Window
 from zexport.ranges.ledger import Ledger
 from zexport.ranges.mosaic import Mosaic

@@ -14,7 +14,7 @@ from blake3 import blake3
 from msgspec import Struct
 from msgspec.structs import replace
 
-from zexport.plan.plan import ExportPlan, FilePlan, TensorPlan
+from zexport.export.plan import ExportPlan, FilePlan, TensorPlan
 from zexport.ranges.extents import Extent, Window
 from zexport.store.address import Address
 

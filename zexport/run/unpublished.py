@@ -13,10 +13,10 @@ from pathlib import Path
 import msgspec
 
 from zexport.errors import OutputError
+from zexport.export.plan import ExportPlan, Form, Origin
 from zexport.filenames import CONFIG, MANIFEST_NAME
 from zexport.model.hub_cache import GivenBase
 from zexport.options import AdapterMode, NameLayout, RecordedOptions
-from zexport.plan.plan import ExportPlan, Form, Origin
 from zexport.run.against_checkpoint import looks_made
 from zexport.run.execute import ExportReport
 from zexport.run.manifest import Manifest, is_as_written, read_manifest

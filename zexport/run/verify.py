@@ -12,9 +12,10 @@ import msgspec
 from msgspec import Struct
 
 from zexport.errors import VerificationError, ZexportError
+from zexport.export.hub_folder import FILES_APART
+from zexport.export.plan import ExportPlan, Origin
 from zexport.filenames import MANIFEST_NAME
 from zexport.model.hub_cache import GivenBase
-from zexport.plan.plan import ExportPlan, Origin
 from zexport.printable import brief
 from zexport.ranges.digests import digest_file, digest_of_parts, digest_ranges
 from zexport.run.against_checkpoint import Problem, frame_problems, hold_against
@@ -26,7 +27,6 @@ from zexport.store.files import listed_version, reading, version
 from zexport.store.folders import exists, is_file, leaves, matching
 from zexport.store.json import JsonObject, Natural, form_of
 from zexport.store.publish import unedited
-from zexport.targets.hf import FILES_APART
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,11 @@ from itertools import chain
 from pathlib import Path
 
 from zexport.errors import OutputError
+from zexport.export.plan import ExportPlan
+from zexport.export.plan_digest import PlanDigest
+from zexport.export.proof import WeightReader
 from zexport.filenames import MANIFEST_NAME, RECEIPTS
 from zexport.findings import Finding
-from zexport.plan.digest import PlanDigest
-from zexport.plan.plan import ExportPlan
 from zexport.printable import some
 from zexport.run.against_checkpoint import holds_share, looks_made
 from zexport.run.begin import Workplace, begin_together, check_sides, without_written
@@ -50,7 +51,6 @@ from zexport.store.publish import (
     unfinished_work,
     workplaces,
 )
-from zexport.weights.proof import WeightReader
 
 _TURN_SECONDS = 3600.0
 """How long a worker waits while another begins or completes the folder."""

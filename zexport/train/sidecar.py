@@ -14,7 +14,7 @@ from zexport.model.conversion import describe_model
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 def describe_source(

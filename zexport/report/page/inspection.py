@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from zexport.checkpoint.state import StoredTensor, TrainingState
+from zexport.export.plan import Origin
 from zexport.inspect.inspect import Inspection, Outcome
 from zexport.inspect.statistics import TensorStatistics
 from zexport.inspect.strips import Fill, Piece, fill_of, strips
-from zexport.plan.plan import Origin
 from zexport.ranges.dtypes import DType
 from zexport.report.inspect import facts, remarks, tag_row
 from zexport.report.page.drawing import draw

@@ -1,0 +1,195 @@
+"""Kept adapters are what peft saves, and load in peft with the outputs of the trained model."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+
+from tests.support import peft_models
+from tests.support.checkpoints import Model, Run, save, values
+from tests.support.exports import export, invoke, read_json, refused, verify, warns
+from tests.support.oracles import differences
+from tests.support.peft_models import ATTENTION, FORMS, Form, Trained
+
+WITHOUT_BASE, WITH_BASE = Run(stage=2, exclude_frozen=True), Run(stage=3)
+pytestmark = pytest.mark.filterwarnings("ignore")
+KEEP = ("--adapter", "keep")
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+METHODS: dict[str, Form] = {
+    name: Form(peft_models.llama, keys, method=method)
+    for name, (method, keys) in {
+        "ia3": (
+            peft.IA3Config,
+            {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
+        ),
+        "loha": (peft.LoHaConfig, {"r": 4, "target_modules": ATTENTION}),
+        "lokr": (peft.LoKrConfig, {"r": 2, "target_modules": ATTENTION, "decompose_both": True}),
+        "hra": (peft.HRAConfig, {"r": 4, "target_modules": ATTENTION}),
+        "oft": (peft.OFTConfig, {"oft_block_size": 4, "target_modules": ATTENTION}),
+        "fourierft": (peft.FourierFTConfig, {"n_frequency": 9, "target_modules": ATTENTION}),
+        "ln_tuning": (peft.LNTuningConfig, {"target_modules": ["input_layernorm"]}),
+        "prompt": (peft.PromptTuningConfig, {"num_virtual_tokens": 5}),
+        "prefix": (peft.PrefixTuningConfig, {"num_virtual_tokens": 3}),
+        "tokens": (LoraConfig, {"target_modules": ATTENTION, "trainable_token_indices": [3, 9]}),
+        "only tokens": (peft.TrainableTokensConfig, {"token_indices": [3, 9]}),
+    }.items()
+}
+METHODS["prompt of a classifier"] = Form(
+    peft_models.bert_classifier,
+    {"num_virtual_tokens": 5, "task_type": "SEQ_CLS"},
+    method=peft.PromptTuningConfig,
+)
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        result: torch.Tensor = model.eval()(torch.arange(8)[None] + 3).logits
+    return result
+
+
+def assert_loads(folder: Path, trained: Trained) -> None:
+    """peft loads the folder onto the base without a missing key, with the trained outputs."""
+    base = type(trained.model.get_base_model()).from_pretrained(trained.base)
+    base.load_state_dict({n: peft_models.rounded(t) for n, t in base.state_dict().items()})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*(missing|unexpected).*keys.*")
+        loaded = PeftModel.from_pretrained(base, str(folder))
+    torch.testing.assert_close(logits(loaded), logits(trained.model))
+
+
+def unlike(out: Path, trained: Trained, folder: str = "") -> list[str]:
+    """Names in the files of which the export and peft's own save differ."""
+    pair = (load_file(top / folder / WEIGHTS) for top in (out, trained.live))
+    return differences(*pair)
+
+
+@pytest.mark.parametrize("run", [WITHOUT_BASE, WITH_BASE], ids=["without base", "with base"])
+@pytest.mark.parametrize("form", FORMS)
+def test_kept_adapter_equals_what_peft_saves(form: str, run: Run, tmp_path: Path) -> None:
+    trained, out = peft_models.train(FORMS[form], tmp_path, run), tmp_path / "out"
+    export(trained.checkpoint, out, *KEEP)
+    left_out = [n for n in unlike(out, trained) if run is WITH_BASE or ".base_layer." not in n]
+    assert left_out == []
+    assert not (out / "config.json").exists()
+    assert read_json(out / CONFIG) == read_json(trained.checkpoint / CONFIG)
+    assert verify(out, "--against", trained.checkpoint)["ok"]
+    assert_loads(out, trained)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_other_methods_are_kept_as_peft_saves_them(method: str, tmp_path: Path) -> None:
+    trained, out = peft_models.train(METHODS[method], tmp_path, WITHOUT_BASE), tmp_path / "out"
+    export(trained.checkpoint, out)
+    assert unlike(out, trained) == []
+    assert_loads(out, trained)
+    if "tokens" not in method:
+        words = ("--adapter", "merge", "--base", trained.base)
+        kind = read_json(trained.checkpoint / CONFIG)["peft_type"]
+        refused(trained.checkpoint, tmp_path / "merged", *words, kind="unsupported", word=kind)
+
+
+@pytest.mark.parametrize("mode", ["keep", "merge"])
+def test_method_that_saves_more_than_tensors_is_rejected(mode: str, tmp_path: Path) -> None:
+    name = "base_model.model.q_proj.vblora_logits_A.default"
+    root = save(Model([{name: torch.ones(3)}]), Run(), tmp_path / "run")
+    (root / CONFIG).write_text(json.dumps({"peft_type": "VBLORA"}))
+    refused(root, tmp_path / "out", "--adapter", mode, kind="unsupported", word="VBLORA")
+
+
+@pytest.mark.parametrize("names", ["norm", "embed_tokens", "k_proj.bias"])
+def test_weights_trained_outside_the_adapter_are_not_lost(names: str, tmp_path: Path) -> None:
+    keys = {"target_modules": ["q_proj"]}
+    form = Form(lambda: peft_models.llama(bias=True), keys, by_hand=names)
+    trained = peft_models.train(form, tmp_path, WITHOUT_BASE)
+    refused(trained.checkpoint, tmp_path / "out", *KEEP, kind="unsupported", word=names)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [("auto", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)]
+)
+def test_kept_adapter_has_the_dtype_given(dtype: str, kind: torch.dtype, tmp_path: Path) -> None:
+    trained = peft_models.train(FORMS["plain"], tmp_path, WITHOUT_BASE)
+    export(trained.checkpoint, tmp_path / "out", "--dtype", dtype)
+    wanted = {n: t.to(kind) for n, t in load_file(trained.live / WEIGHTS).items()}
+    assert differences(load_file(tmp_path / "out" / WEIGHTS), wanted) == []
+
+
+def test_adapters_of_different_ranks_are_kept_each_in_its_folder(tmp_path: Path) -> None:
+    torch.manual_seed(7)
+    model = get_peft_model(peft_models.llama(), LoraConfig(r=4, target_modules=["q_proj"]))
+    model.add_adapter("other", LoraConfig(r=8, target_modules=ATTENTION, use_dora=True))
+    model.save_pretrained(tmp_path / "live")
+    zero = peft_models.zero_model(model, ("default", "other"))
+    root = save(zero, WITHOUT_BASE, tmp_path / "run")
+    for folder in ("", "other"):
+        (root / folder).mkdir(exist_ok=True)
+        config = (tmp_path / "live" / folder / CONFIG).read_bytes()
+        (root / folder / CONFIG).write_bytes(config)
+    export(root, tmp_path / "out")
+    trained = Trained(model, root, tmp_path, tmp_path / "live")
+    for folder in ("", "other"):
+        assert unlike(tmp_path / "out", trained, folder) == []
+        assert (tmp_path / "out" / folder / CONFIG).is_file()
+    export(root, tmp_path / "one", "--adapter-name", "default")
+    assert not (tmp_path / "one" / "other").exists()
+
+
+@pytest.mark.parametrize("mode", ["keep", "merge"])
+def test_model_without_an_adapter_has_none_to_export(mode: str, zero2: Path) -> None:
+    refused(zero2, zero2.parent / "out", "--adapter", mode, kind="usage")
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_right"),
+    [
+        ({"init_lora_weights": "pissa"}, True),
+        ({"init_lora_weights": "pissa_niter_4"}, False),
+        ({"layer_replication": [(0, 2), (1, 2)]}, True),
+    ],
+    ids=str,
+)
+def test_base_changed_by_peft_is_warned_of(
+    keys: dict[str, object], is_right: bool, tmp_path: Path
+) -> None:
+    """peft's loading repeats some changes, and those made of random numbers not."""
+    torch.manual_seed(7)
+    base = peft_models.llama()
+    base.save_pretrained(tmp_path / "base")
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"], **keys))  # type: ignore[arg-type]
+    for parameter in peft_models.trained(model, ("default",)).values():
+        parameter.data += torch.randn_like(parameter) / 8
+    model.save_pretrained(tmp_path / "live")
+    root = save(peft_models.zero_model(model, ("default",)), WITHOUT_BASE, tmp_path / "run")
+    (root / CONFIG).write_bytes((tmp_path / "live" / CONFIG).read_bytes())
+    report = export(root, tmp_path / "out", *KEEP)
+    assert warns(report, "pissa") == ("init_lora_weights" in keys)
+    torch.manual_seed(9)
+    fresh = type(base).from_pretrained(tmp_path / "base")
+    loaded = PeftModel.from_pretrained(fresh, str(tmp_path / "out"))
+    assert torch.allclose(logits(loaded), logits(model), atol=1e-4) is is_right
+
+
+def test_adapter_name_that_leads_elsewhere_is_rejected(tmp_path: Path) -> None:
+    names = [f"base_model.model.x.lora_{factor}./elsewhere.weight" for factor in "AB"]
+    trained = {name: values((2, 2), seed) for seed, name in enumerate(names)}
+    root = save(Model([trained]), WITHOUT_BASE, tmp_path / "run")
+    (root / CONFIG).write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2}))
+    refused(root, tmp_path / "out", kind="unsafe", word="/elsewhere")
+
+
+def test_inspect_describes_the_adapter(tmp_path: Path) -> None:
+    trained = peft_models.train(FORMS["saved_modules"], tmp_path, WITHOUT_BASE)
+    (told,) = invoke("inspect", trained.checkpoint)["checkpoint"]["adapters"]
+    assert (told["method"], told["rank"], told["has_base"]) == ("LORA", 4, False)
+    assert (sorted(told["targets"]), told["saved_modules"]) == (ATTENTION, ["lm_head"])
+    (trained.checkpoint / CONFIG).unlink()
+    (told,) = invoke("inspect", trained.checkpoint)["checkpoint"]["adapters"]
+    assert told["method"] is None

@@ -1,0 +1,156 @@
+"""transformers is asked for names in a process of its own, and its answers are cached."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Mamba2Config
+
+from tests.support.exports import edit_json, export, manifest_of, read_json, refused, warns
+from tests.support.hf_models import tiny_config, tiny_model, write_run
+
+pytestmark = pytest.mark.slow
+
+SPEAKING = """
+import os, transformers
+os.write(1, b'{}\\n' * 3)
+init = transformers.LlamaForCausalLM.__init__
+def speaking_init(self, config):
+    os.write(1, b'{}\\n' * 3)
+    print('{}', flush=True)
+    init(self, config)
+transformers.LlamaForCausalLM.__init__ = speaking_init
+"""
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkpoint, and no answer in the cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return checkpoint(tmp_path / "run", "LlamaForCausalLM", tiny_config("Llama"))
+
+
+def checkpoint(root: Path, architecture: str, config: Any) -> Path:
+    return write_run(tiny_model(architecture, config), root, architecture)
+
+
+def put_module(folder: Path, name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that processes started from now on import before any other of its name."""
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *sys.path]))
+
+
+def test_libraries_that_print_do_not_disturb(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_module(tmp_path / "modules", "sitecustomize", SPEAKING, monkeypatch)
+    assert export(root, tmp_path / "out")["loadable"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("transformers", "raise ImportError('spoilt')"), ("torch", "raise OSError('no libc10')")],
+)
+def test_cached_answer_is_used_and_nothing_is_guessed_without_one(
+    name: str, text: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_module(tmp_path / "modules", name, text, monkeypatch)
+    refused(root, tmp_path / "out", kind="missing_extra", word=text.split("'")[1])
+    with monkeypatch.context() as usual:
+        usual.delenv("PYTHONPATH")
+        usual.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        export(root, tmp_path / "first")
+    export(root, tmp_path / "out")
+    first, second = (tmp_path / out / "model.safetensors" for out in ("first", "out"))
+    assert first.read_bytes() == second.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_bytes(path.read_bytes()[:-1]),
+        lambda path: path.write_text('{"candidates": [{}]}'),
+        lambda path: (path.unlink(), os.mkfifo(path)),
+    ],
+    ids=["empty", "cut", "another", "pipe"],
+)
+def test_damaged_cache_is_replaced(
+    spoil: Callable[[Path], object], root: Path, tmp_path: Path
+) -> None:
+    export(root, tmp_path / "out")
+    files = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    before = [path.read_bytes() for path in files]
+    assert files
+    for path in files:
+        spoil(path)
+    assert export(root, tmp_path / "out", "--overwrite")["loadable"]
+    assert [path.read_bytes() for path in files] == before
+
+
+def test_cache_that_cannot_be_written_is_warned_of_once(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    nobody = tmp_path / "nobody"
+    for home, cache in ((nobody, ""), (tmp_path, str(tmp_path / "file" / "cache"))):
+        monkeypatch.setenv("HOME", str(home))
+        monkeypatch.setenv("XDG_CACHE_HOME", cache)
+        caplog.clear()
+        export(root, tmp_path / "out", "--overwrite")
+        assert sum("XDG_CACHE_HOME" in one.getMessage() for one in caplog.records) == 1
+        assert not nobody.exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_type": "no_such_model"},
+        {"architectures": ["OwnForCausalLM"]},
+        {"hidden_size": "x"},
+        {"vocab_size": 10**30},
+        {"architectures": [5]},
+        {
+            "model_type": "mixtral",
+            "architectures": ["MixtralForCausalLM"],
+            "num_local_experts": 10**9,
+        },
+    ],
+    ids=str,
+)
+def test_config_that_makes_no_model_ends_in_a_sentence_and_runs_no_code(
+    change: dict[str, Any], root: Path, tmp_path: Path
+) -> None:
+    own = "import pathlib\npathlib.Path(__file__).with_name('PWNED').touch()\n"
+    (root / "modeling_own.py").write_text(own)
+    auto_map = {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    edit_json(root / "config.json", auto_map=auto_map, **change)
+    report = export(root, tmp_path / "out")
+    assert not manifest_of(tmp_path / "out")["loadable"]
+    assert warns(report)
+    assert not any("\n" in one for one in report["warnings"])
+    assert not list(tmp_path.rglob("PWNED"))
+
+
+def test_config_does_not_choose_kernels(root: Path, tmp_path: Path) -> None:
+    keys = dict.fromkeys(("_attn_implementation", "attn_implementation"), "owner/kernels")
+    edit_json(root / "config.json", **keys)
+    assert export(root, tmp_path / "out")["loadable"]
+
+
+def test_infinite_limit_is_read_as_transformers_wrote_it(tmp_path: Path) -> None:
+    """transformers 5 tags it, and 4 wrote a word that is no JSON."""
+    sizes = {"hidden_size": 8, "num_heads": 4, "head_dim": 4, "n_groups": 1, "state_size": 4}
+    config = Mamba2Config(**sizes, vocab_size=11, num_hidden_layers=1)
+    root = checkpoint(tmp_path / "run", "Mamba2ForCausalLM", config)
+    limit = read_json(root / "config.json")["time_step_limit"]
+    assert limit == [0.0, {"__float__": "Infinity"}]
+    for out, value in (("tagged", limit[1]), ("plain", float("inf"))):
+        edit_json(root / "config.json", time_step_limit=[0.0, value])
+        assert export(root, tmp_path / out)["loadable"]

@@ -1,0 +1,90 @@
+"""Token ids without a row in the embedding are warned of, whichever file contains them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import BPE, Model, Unigram, WordLevel, WordPiece
+
+from tests.support import checkpoints
+from tests.support.checkpoints import Run, save
+from tests.support.exports import export
+
+ROWS = 12
+MODELS: dict[str, Callable[[int], Model]] = {
+    "WordLevel": lambda n: WordLevel({f"w{number}": number for number in range(n)}),
+    "BPE": lambda n: BPE({f'"w{number}:': number for number in range(n)}, []),
+    "Unigram": lambda n: Unigram([(f'\\"{number}', -1.5) for number in range(n)]),
+    "WordPiece": lambda n: WordPiece({f"\\{number}\\": number for number in range(n)}),
+}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A checkpoint of an embedding, whose config has another number of rows."""
+    tensors = {"model.embed_tokens.weight": torch.ones(ROWS, 4), "out.weight": torch.ones(50, 4)}
+    root = save(checkpoints.Model([tensors]), Run(), tmp_path / "run")
+    write(root, "config.json", {"model_type": "no_such_model", "vocab_size": 50})
+    return root
+
+
+def write(root: Path, name: str, content: object) -> None:
+    (root / name).write_text(content if isinstance(content, str) else json.dumps(content))
+
+
+def assert_told(root: Path, name: str, highest: int) -> None:
+    """One warning with the file and the id, if there is no row for it."""
+    warnings = export(root, root.parent / "out")["warnings"]
+    told = [one for one in warnings if name in one and str(ROWS) in one]
+    assert len(told) == (highest >= ROWS)
+    assert all(str(highest) in one for one in told)
+
+
+@pytest.mark.parametrize("highest", [ROWS - 1, ROWS])
+@pytest.mark.parametrize("pretty", [True, False])
+@pytest.mark.parametrize("kind", MODELS)
+def test_vocabulary(kind: str, pretty: bool, highest: int, root: Path) -> None:
+    Tokenizer(MODELS[kind](highest + 1)).save(str(root / "tokenizer.json"), pretty=pretty)
+    assert_told(root, "tokenizer.json", highest)
+
+
+@pytest.mark.parametrize("highest", [ROWS - 1, ROWS])
+def test_added_tokens(highest: int, root: Path) -> None:
+    tokenizer = Tokenizer(MODELS["BPE"](10))
+    tokenizer.add_tokens([AddedToken(f"<{n}>", special=True) for n in range(highest - 9)])
+    tokenizer.save(str(root / "tokenizer.json"))
+    assert_told(root, "tokenizer.json", highest)
+
+
+@pytest.mark.parametrize("highest", [ROWS - 1, ROWS])
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("vocab.json", {"a": 0, "b": "#"}),
+        ("generation_config.json", {"eos_token_id": "#"}),
+        ("generation_config.json", {"pad_token_id": [3, "#"]}),
+        ("config.json", {"model_type": "no_such_model", "vocab_size": 50, "eos_token_id": "#"}),
+        (
+            "config.json",
+            {"model_type": "no_such_model", "text_config": {"vocab_size": 50, "bos_token_id": "#"}},
+        ),
+    ],
+    ids=str,
+)
+def test_ids_in_other_files(name: str, content: object, highest: int, root: Path) -> None:
+    write(root, name, json.dumps(content).replace('"#"', str(highest)))
+    assert_told(root, name, highest)
+
+
+@pytest.mark.parametrize(
+    "content", ['{"added_tokens": [5, {"id": "9"}, {"id": true}]}', '{"added_tokens": [', "[5]", ""]
+)
+def test_tokenizer_of_another_form_has_no_ids(content: str, root: Path) -> None:
+    write(root, "tokenizer.json", content)
+    write(root, "generation_config.json", {"pad_token_id": -1, "eos_token_id": None})
+    assert_told(root, "tokenizer.json", 0)

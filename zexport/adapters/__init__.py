@@ -1,1 +1,0 @@
-"""Adapters (PEFT): found, kept as they are, or merged into their base."""

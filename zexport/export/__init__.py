@@ -1,0 +1,1 @@
+"""Planning an export: all inputs gathered, what is written decided, every output byte placed."""

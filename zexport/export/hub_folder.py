@@ -1,0 +1,296 @@
+"""Files of a Hugging Face model folder, as transformers' ``save_pretrained`` writes it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from msgspec import Struct, structs
+
+from zexport.checkpoint.state import Role, StoredTensor
+from zexport.errors import FrozenLeftOutError
+from zexport.export.base_model import judge_base
+from zexport.export.copies import RESIZED_HINT
+from zexport.export.gather import Inputs
+from zexport.export.model_class import is_value_head
+from zexport.export.plan import (
+    DTYPES,
+    INDEX_FILE,
+    SINGLE_FILE,
+    WEIGHTS_ONLY,
+    FilePlan,
+    SideFile,
+    plan_file,
+)
+from zexport.export.select import Selection, select
+from zexport.filenames import CONFIG, README
+from zexport.findings import Finding
+from zexport.model.card import model_card, paragraphs_of
+from zexport.model.config import ConfigFile
+from zexport.model.hub_cache import GivenBase
+from zexport.model.names import Fit
+from zexport.model.token_ids import ADDED_TOKENS, TokenId, config_ids
+from zexport.options import AdapterMode
+from zexport.printable import some
+from zexport.ranges.dtypes import DType
+
+HEAD_FILE = "value_head.safetensors"
+OTHER_FILE = "other_weights.safetensors"
+FILES_APART = (HEAD_FILE, OTHER_FILE)
+"""Files of weights that the model class does not have. They are not in the index.
+
+LLaMA-Factory reads and writes the first (``extras/constants.py``). llama.cpp's converter takes
+neither for a file of the model.
+"""
+
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
+"""Input embeddings of models whose class is unknown."""
+
+
+class Folder(Struct, frozen=True, kw_only=True):
+    """Contents of an output folder, and what to report.
+
+    Attributes:
+        shards: all files of tensors.
+        side_files: all other files except the manifest.
+        written: every tensor that is written.
+        loadable: whether transformers, or peft, loads it without missing or unexpected keys.
+        tied: names that are not written, each to the written name that the model ties it to.
+        from_base: written names whose weights come from the base model.
+        heads: names of weights that the model class does not have.
+        mended: changes of config.json.
+        label: which of the model's Hub layouts is used.
+        base_files: names of the files that are copied from the base model.
+    """
+
+    shards: tuple[FilePlan, ...]
+    side_files: tuple[SideFile, ...]
+    written: tuple[StoredTensor, ...]
+    loadable: bool
+    tied: Mapping[str, str] = {}
+    from_base: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
+    mended: tuple[str, ...] = ()
+    label: str | None = None
+    base_files: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def files_of_base(inputs: Inputs) -> tuple[str, ...]:
+    """Return the names of the files that are copied from the base model."""
+    base, files = inputs.options.base, inputs.files.files
+    return () if base is None else tuple(sorted(n for n in files if files[n].is_relative_to(base)))
+
+
+def hub_folder(inputs: Inputs) -> Folder:
+    """Return the model folder: tensors with the model's names, config, card and copied files."""
+    checkpoint, options, heads = inputs.checkpoint, inputs.options, inputs.model.heads
+    selection = select(checkpoint, inputs.model, inputs.base, inputs.ties, options)
+    tensors = selection.tensors
+    config = _written_config(inputs.model.config, selection)
+    is_merged = inputs.mode is AdapterMode.MERGE
+    base_files = files_of_base(inputs)
+    allowed, of_base = judge_base(
+        inputs.base_check,
+        inputs.base,
+        options,
+        uses_weights=is_merged or bool(selection.from_base),
+        files=base_files,
+    )
+    apart: dict[str, list[str]] = {}
+    for name in heads:
+        apart.setdefault(HEAD_FILE if is_value_head(name) else OTHER_FILE, []).append(name)
+    findings = (*inputs.findings, *allowed, *selection.findings)
+    warnings = (
+        *of_base,
+        *inputs.warnings,
+        *_file_warnings(inputs, apart),
+        *selection.warnings,
+        *_token_warnings(inputs, config),
+    )
+    target = DTYPES.get(options.dtype, checkpoint.module_dtype or DType.F32)
+    shards = _planned(_shards(tensors, target, options.max_shard_nbytes), tensors, target)
+    files = structs.replace(inputs.files, config=config)
+    sides = [SideFile(name, origin=path) for name, path in sorted(files.copied.items())]
+    if README not in files.copied:
+        named = inputs.adapters[0].config if is_merged and not (allowed or of_base) else None
+        card = model_card(
+            checkpoint,
+            target,
+            files,
+            architecture=next(iter(config.architectures if config else ()), selection.architecture),
+            apart=apart,
+            origin=[
+                *_origin(inputs, selection, findings, base_files),
+                *paragraphs_of((*checkpoint.warnings, *warnings)),
+            ],
+            trained_on="" if named is None else named.base_model_name_or_path or "",
+        )
+        sides.append(SideFile(README, card))
+    if config is not None:
+        content = config.edited(target, selection.architecture, is_untied=bool(selection.untied))
+        sides.append(SideFile(CONFIG, content))
+    # Without an index, vLLM and SGLang read every safetensors file of a folder as the model's.
+    if heads or [shard.filename for shard in shards] != [SINGLE_FILE]:
+        sides.append(SideFile(INDEX_FILE, _index_file(shards, tensors)))
+    mended = () if config is None else config.mended
+    notes = [*inputs.notes, *(f"config.json: {change}" for change in mended)]
+    if config is not None and inputs.files.missing:
+        notes.append(f"not found: {', '.join(inputs.files.missing)}")
+    if selection.from_base and not is_merged:
+        notes.append(f"{len(selection.from_base):,} weights come from the base model")
+    return Folder(
+        shards=(*shards, *_planned(apart, heads, target)),
+        side_files=tuple(sides),
+        written=(*tensors.values(), *heads.values()),
+        loadable=selection.loadable,
+        tied=selection.tied,
+        from_base=selection.from_base,
+        heads=tuple(heads),
+        mended=mended,
+        label=None if selection.layout is None else selection.layout.label,
+        base_files=base_files,
+        findings=findings,
+        warnings=warnings,
+        notes=tuple(notes),
+    )
+
+
+def _written_config(config: ConfigFile | None, selection: Selection) -> ConfigFile | None:
+    """Return the config without quantization or tied weights that the written tensors lack."""
+    if config is None:
+        return None
+    weights = [t for t in selection.tensors.values() if t.role is not Role.BUFFER]
+    if all(tensor.dtype.is_floating for tensor in weights):
+        config = config.without_quantization()
+    if selection.untied:
+        change = f"tie_word_embeddings is false, because {some(sorted(selection.untied))} differs"
+        config = structs.replace(config, mended=(*config.mended, change))
+    return config
+
+
+def _file_warnings(inputs: Inputs, apart: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    if inputs.files.config is None:
+        missing = ", ".join(inputs.files.missing)
+        yield f"{WEIGHTS_ONLY}; not found: {missing}. Pass the base model with --base"
+    for file, names in apart.items():
+        yield f"{file}: contains {some(names)}, which from_pretrained does not load"
+
+
+def _token_warnings(inputs: Inputs, config: ConfigFile | None) -> Iterator[str]:
+    """Return a warning if token ids exceed the embedding.
+
+    Raises:
+        FrozenLeftOutError: an adapter was trained with a resized embedding, which is neither in the
+            checkpoint nor in the base model.
+    """
+    fit, options, tensors = inputs.model.fit, inputs.options, inputs.model.weights.every_tensor
+    axes = fit.names.sizes.get("vocab_size", {}) if isinstance(fit, Fit) else {}
+    prefix = fit.prefix if isinstance(fit, Fit) else ""
+    own = [tensors[prefix + n].shape[axis] for n, axis in axes.items() if prefix + n in tensors]
+    own = own or [one.shape[0] for name, one in tensors.items() if name.endswith(_EMBEDDINGS)]
+    stated = [] if config is None else [n for n in config.sizes("vocab_size") if type(n) is int]
+    rows = max(own or stated, default=None)
+    if rows is None:
+        return
+    beyond = [one for one in (*inputs.tokens, *config_ids(config)) if one.number >= rows]
+    added = [one for one in beyond if one.about == ADDED_TOKENS]
+    is_merged = inputs.mode is AdapterMode.MERGE and options.base and not options.exclude_frozen
+    of_base = (one.number for one in inputs.base_tokens if one.about == ADDED_TOKENS)
+    if is_merged and added and not own and max(of_base, default=-1) < rows:
+        raise FrozenLeftOutError(
+            "embedding was resized for added tokens, and is not in the checkpoint",
+            path=inputs.checkpoint.location.tag_dir,
+            found=str(added[0]),
+            expected=f"token ids below {rows}, the rows of --base's embedding",
+            hint=RESIZED_HINT,
+        )
+    if beyond:
+        yield describe_beyond(
+            rows, beyond, "using them will fail. Pass the tokenizer and config of the training"
+        )
+
+
+def describe_beyond(rows: int, beyond: Sequence[TokenId], consequence: str) -> str:
+    """Return a warning about token ids that exceed the rows of the embedding."""
+    ids = some([str(one) for one in beyond], 4)
+    return f"token ids exceed the embedding's {rows} rows ({ids}); {consequence}"
+
+
+def _origin(
+    inputs: Inputs, selection: Selection, findings: Iterable[Finding], base_files: Sequence[str]
+) -> Iterator[str]:
+    """Return the card's paragraphs about what is not from training, and accepted findings."""
+    base = inputs.files.base
+    of = "" if base is None else f" ({GivenBase.of(base)})"
+    every = (*selection.tensors.values(), *inputs.model.heads.values())
+    if inputs.mode is AdapterMode.MERGE:
+        count = sum(tensor.role is Role.FROZEN for tensor in every)
+        yield (
+            f"The adapter {inputs.adapters[0].name} is merged into its base model{of}: {count} of "
+            f"{len(every)} tensors equal the base's."
+        )
+    elif selection.from_base:
+        yield (
+            f"{len(selection.from_base)} of {len(every)} tensors come from the base model{of}: "
+            "they were frozen, and not saved in the checkpoint."
+        )
+    if base_files:
+        yield f"Files of the base model{of}: {', '.join(base_files)}."
+    for one in findings:
+        if one.accepted:
+            yield f"Accepted with --allow {one.kind}: {one.detail or one.tensor}."
+
+
+def _shards(
+    tensors: Mapping[str, StoredTensor], target: DType, nbytes_max: int
+) -> dict[str, list[str]]:
+    """Return the names in each shard, split as huggingface_hub does.
+
+    Source: huggingface_hub 1.0, ``serialization/_base.py``: in the order given; a tensor larger
+    than a shard gets its own, before the one that is being filled.
+    """
+    shards: list[list[str]] = []
+    current: list[str] = []
+    used = 0
+    for name, tensor in tensors.items():
+        nbytes = tensor.numel * tensor.output_dtype(target).itemsize
+        if nbytes > nbytes_max:
+            shards.append([name])
+            continue
+        if used + nbytes > nbytes_max:
+            shards.append(current)
+            current, used = [], 0
+        current.append(name)
+        used += nbytes
+    shards += [current] if current else []
+    if len(shards) == 1:
+        return {SINGLE_FILE: shards[0]}
+    ending = f"-of-{len(shards):05d}.safetensors"
+    return {f"model-{number:05d}{ending}": names for number, names in enumerate(shards, 1)}
+
+
+def _planned(
+    files: Mapping[str, Sequence[str]], tensors: Mapping[str, StoredTensor], target: DType
+) -> tuple[FilePlan, ...]:
+    dtypes = {name: tensor.output_dtype(target) for name, tensor in tensors.items()}
+    return tuple(
+        plan_file(file, {name: tensors[name] for name in names}, dtypes)
+        for file, names in files.items()
+    )
+
+
+def _index_file(shards: Sequence[FilePlan], tensors: Mapping[str, StoredTensor]) -> bytes:
+    """Return the index as transformers 5 writes it: sorted, two spaces, a newline at the end."""
+    planned = [(tensor, shard) for shard in shards for tensor in shard.tensors]
+    parameters = [t for t, _ in planned if tensors[t.name].role is not Role.BUFFER]
+    content = {
+        "metadata": {
+            "total_parameters": sum(tensor.numel for tensor in parameters),
+            "total_size": sum(tensor.nbytes for tensor, _ in planned),
+        },
+        "weight_map": {tensor.name: shard.filename for tensor, shard in planned},
+    }
+    return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()

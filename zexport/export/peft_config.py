@@ -1,0 +1,210 @@
+"""``adapter_config.json``: what PEFT records of an adapter.
+
+Source: peft 0.21, ``config.py`` and ``tuners/*/config.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from functools import cache
+from math import prod, sqrt
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+from msgspec import Struct, structs
+
+from zexport.errors import DamagedCheckpointError
+from zexport.export.peft_names import KEPT_BY_NAME
+from zexport.store.contents import read_json_object
+
+EMBEDDINGS = ("embed_tokens", "lm_head")
+"""Modules that peft also saves in full if they are targets (0.21, ``utils/constants.py``)."""
+
+DECIDING = (
+    "lora_alpha",
+    "use_rslora",
+    "alpha_pattern",
+    "rank_pattern",
+    "r",
+    "fan_in_fan_out",
+    "init_lora_weights",
+)
+"""Keys that decide the values of an update."""
+
+_VARIANTS = (
+    "use_qalora",
+    "use_bdlora",
+    "arrow_config",
+    "alora_invocation_tokens",
+    "velora_config",
+    "monteclora_config",
+    "kasa_config",
+    "layer_replication",
+)
+"""Keys that make LoRA more than an update that is added to the base weights."""
+
+_CHANGING_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
+"""Starts of ``init_lora_weights`` values with which peft changes the base weights."""
+
+_REPEATED_GROUP = re.compile(r"\)[*+{]")
+_REPEATED = re.compile(r"[*+{]|(?<![(*+?}])\?")
+
+
+class AdapterConfig(Struct, frozen=True):
+    """An ``adapter_config.json``: its path, its content, and the keys that zexport uses."""
+
+    path: Path = Path()
+    content: Mapping[str, Any] = {}
+    peft_type: str | None = None
+    base_model_name_or_path: str | None = None
+    revision: str | None = None
+    task_type: str | None = None
+    target_modules: list[str] | str | None = None
+    target_parameters: list[str] | None = None
+    exclude_modules: list[str] | str | None = None
+    modules_to_save: list[str] | None = None
+    trainable_token_indices: list[int] | dict[str, list[int]] | None = None
+    ensure_weight_tying: bool | None = None
+    prefix_projection: bool | None = None
+    r: int | None = None
+    lora_alpha: float | None = None
+    rank_pattern: dict[str, Any] | None = None
+    alpha_pattern: dict[str, float] | None = None
+    use_rslora: bool | None = None
+    use_dora: bool | None = None
+    lora_bias: bool | None = None
+    bias: str | None = None
+    fan_in_fan_out: bool | None = None
+    init_lora_weights: Any = None
+
+    @classmethod
+    def read(cls, path: Path) -> AdapterConfig:
+        content = read_json_object(path)
+        try:
+            config = msgspec.convert(content, cls)
+        except msgspec.ValidationError as error:
+            raise DamagedCheckpointError(
+                "value of another type than peft writes",
+                path=path,
+                found=str(error).replace("$.", ""),
+                hint="Replace it with the adapter_config.json that the training run wrote",
+            ) from error
+        return structs.replace(config, path=path, content=content)
+
+    @property
+    def is_kept_by_name(self) -> bool:
+        """Whether peft saves the module's tensors, under their names without the adapter's."""
+        return self.peft_type in KEPT_BY_NAME and not self.prefix_projection
+
+    @property
+    def saves_embeddings(self) -> bool:
+        """Whether peft saves target embeddings in full, next to their update."""
+        return self.trainable_token_indices is None and any(
+            self._matches("target_modules", name) for name in EMBEDDINGS
+        )
+
+    @property
+    def changes_base(self) -> str:
+        """The ``init_lora_weights`` with which peft changed the base weights; else empty."""
+        init = str(self.init_lora_weights).lower()
+        return init if init.startswith(_CHANGING_BASE) else ""
+
+    @property
+    def variants(self) -> list[str]:
+        """The keys that make it more than LoRA, rsLoRA or DoRA."""
+        return [key for key in _VARIANTS if self.content.get(key)]
+
+    def may_target(self, module: str) -> bool:
+        """Return whether peft would update ``module``; true if only the model shows it.
+
+        Source: peft 0.21, ``tuners/tuners_utils.py`` (``check_target_module_exists``).
+        """
+        parents = [name.rpartition(".")[0] for name in self.target_parameters or ()]
+        if any(not one or _ends_with(module, one) for one in parents) or self.ensure_weight_tying:
+            return True
+        targets = self.target_modules
+        if (targets is None and not parents) or str(targets).lower() == "all-linear":
+            return True
+        is_excluded = self._matches("exclude_modules", module)
+        return self._matches("target_modules", module) and not is_excluded
+
+    def tokens_of(self, module: str) -> list[int]:
+        """Return the ids of the tokens trained in an embedding, in the order of their rows."""
+        tokens = self.trainable_token_indices or []
+        if isinstance(tokens, dict):
+            return next((ids for name, ids in tokens.items() if _ends_with(module, name)), [])
+        return tokens
+
+    def rank_of(self, key: str) -> int | None:
+        """Return the rank of the update of a module or parameter."""
+        return cast("int | None", self._by_pattern("rank_pattern", key, self.r))
+
+    def scaling(self, key: str, rank: int) -> float:
+        """Return the factor of the update of a module or parameter."""
+        alpha: float | None = self._by_pattern("alpha_pattern", key, self.lora_alpha)
+        if alpha is None:
+            raise DamagedCheckpointError(
+                "scale of the adapter is missing",
+                path=self.path,
+                found="no lora_alpha",
+                hint="Replace it with the adapter_config.json that the training run wrote",
+            )
+        return alpha / sqrt(rank) if self.use_rslora else alpha / rank
+
+    def _by_pattern(self, name: str, key: str, default: Any) -> Any:
+        """Return the value of the first pattern that matches an end of ``key``, as peft does."""
+        matching = (
+            value
+            for pattern, value in (getattr(self, name) or {}).items()
+            if self._matches(name, key, rf"(?:.*\.)?(?:{pattern})")
+        )
+        return next(matching, default)
+
+    def _matches(self, key: str, module: str, pattern: str | None = None) -> bool:
+        """Return whether ``key``, or ``pattern`` of it, names ``module``."""
+        named = pattern or getattr(self, key)
+        if not isinstance(named, str):
+            return any(_ends_with(module, name) for name in named or ())
+        try:
+            return _matcher(named)(module) is not None
+        except ValueError as error:
+            raise DamagedCheckpointError(
+                f"invalid pattern in {key}",
+                path=self.path,
+                found=f"{named!r}: {error}",
+                hint="Replace it with the adapter_config.json that the training run wrote",
+            ) from error
+
+
+def _ends_with(module: str, name: str) -> bool:
+    return f".{module}".endswith(f".{name}")
+
+
+@cache
+def _matcher(pattern: str) -> Callable[[str], Any]:
+    """Return ``re.fullmatch`` for a pattern, in bounded time.
+
+    RE2 never backtracks. Patterns that it does not support (lookaround) are left to Python if they
+    are simple.
+
+    Raises:
+        ValueError: the pattern is invalid, or its time is unbounded.
+    """
+    import re2  # noqa: PLC0415 - most checkpoints have no pattern
+
+    options = re2.Options()
+    options.max_mem, options.log_errors = 64 << 20, False
+    try:
+        known = re.compile(pattern)
+        matcher: Callable[[str], Any] = re2.compile(pattern, options).fullmatch
+    except re2.error:
+        choices = prod(1 + group.count("|") for group in pattern.split(")"))
+        is_long = len(_REPEATED.findall(pattern)) > 6 or choices > 1000
+        if is_long or _REPEATED_GROUP.search(pattern):
+            raise ValueError("it may never finish matching") from None
+        return known.fullmatch
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+    return matcher

@@ -1,0 +1,373 @@
+"""Which tensors are written, and under which names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from msgspec import Struct
+
+from zexport.checkpoint.state import Role, StoredTensor, TrainingState
+from zexport.errors import (
+    DamagedCheckpointError,
+    FrozenLeftOutError,
+    NamesMismatchError,
+    UnsupportedError,
+    layout_of,
+)
+from zexport.export.base_model import Base, check_plain
+from zexport.export.hub_tensors import to_hub
+from zexport.export.model_class import Model, Ties, is_value_head, tie_as_declared
+from zexport.export.weights import PEFT_PREFIX, Weights
+from zexport.findings import Finding, FindingKind
+from zexport.model.hub_layout import HubLayout
+from zexport.model.names import (
+    Difference,
+    Fit,
+    ModelNames,
+    NamesUnknown,
+    absent,
+    as_it_is,
+    difference,
+)
+from zexport.options import ExportOptions, NameLayout
+from zexport.printable import some
+from zexport.ranges.dtypes import DType, Shape
+
+_KEEP_NAMES = "export with --layout memory, which keeps the checkpoint's names"
+
+
+class Selection(Struct, frozen=True):
+    """What is written.
+
+    Attributes:
+        tensors: every tensor of the model files, by its name there.
+        tied: names that are not written, each to the written name that the model ties it to.
+        layout: how in-memory names become Hub names; ``None`` if names stay.
+        from_base: written names whose weights come from the base model.
+        untied: declared tied weights that are written under both names.
+        loadable: whether transformers is known to load it without missing or unexpected keys.
+        architecture: the model class, if it is loadable.
+    """
+
+    tensors: Mapping[str, StoredTensor]
+    tied: Mapping[str, str]
+    layout: HubLayout | None
+    from_base: tuple[str, ...]
+    untied: frozenset[str]
+    loadable: bool
+    architecture: str | None
+    findings: tuple[Finding, ...]
+    warnings: tuple[str, ...]
+
+
+def select(
+    checkpoint: TrainingState, model: Model, base: Base, ties: Ties, options: ExportOptions
+) -> Selection:
+    """Return the tensors of the model files.
+
+    The checkpoint's names become those of the model class; the base model supplies what was left
+    out; tied weights are written once; then names and shapes become those on the Hub.
+
+    Raises:
+        NamesMismatchError, DamagedCheckpointError: names or shapes are not those of config.json.
+        FrozenLeftOutError: frozen weights are neither in the checkpoint nor in the base model.
+        UnsupportedError: how transformers saves the model is unknown.
+    """
+    tag_dir, fit, is_whole = checkpoint.location.tag_dir, model.fit, not options.exclude_frozen
+    hint = _config_hint(model, options)
+    findings = _check_shapes(model, options, tag_dir, hint)
+    names, stored = in_form(model.weights, fit, options)
+    layout, untied, warnings = None, frozenset[str](), []
+    if options.layout is not NameLayout.MEMORY:
+        if is_adapted(stored):
+            names = NamesUnknown("they are those of a model with an adapter")
+        if isinstance(names, NamesUnknown):
+            if names.is_contradiction:
+                raise UnsupportedError(
+                    names.reason, path=tag_dir, hint=f"Name it there, or {_KEEP_NAMES}"
+                )
+            if model.config is not None:
+                warnings.append(f"weight names are not checked against the model: {names.reason}")
+        elif isinstance(fit, Fit):
+            _check_names(fit, stored, options, tag_dir, hint)
+            layout, is_guess = _choose_layout(names, base.shapes, options.hub_layout)
+            if is_guess:
+                warnings.append(
+                    f"{names.architecture} has {len(names.layouts)} layouts on the Hub; the export "
+                    "uses transformers' default. Pass --base to use the layout of its files"
+                )
+    if isinstance(names, ModelNames):
+        untied = ties.differing
+        if untied:
+            warnings.append(
+                f"{some(sorted(untied))}: values differ from the weights that the model ties them "
+                "to; both are written, and config.json no longer ties them"
+            )
+        same = {alias: names.tied[alias] for alias in ties.equal}
+        stored = Weights(
+            {name: tensor for name, tensor in stored.tensors.items() if name not in same},
+            {**{a: same.get(n, n) for a, n in stored.aliases.items()}, **same},
+            stored.left_out,
+        )
+        names = names.without_ties(untied)
+
+    own = {n: t for n, t in stored.tensors.items() if is_whole or t.role is not Role.FROZEN}
+    wanted = _wanted(checkpoint, names, layout, stored, base) if is_whole else {}
+    filled = _from_base(names, layout, wanted, own, base, tag_dir)
+    # With a merged adapter, the checkpoint's weights include those of the base.
+    of_base = (tensor for tensor in own.values() if base.tensors.get(tensor.name) is tensor)
+    check_plain((*filled.values(), *of_base), base)
+    aliases = {a: n for a, n in stored.aliases.items() if n in own or n in wanted}
+    shapes = {**{name: tensor.shape for name, tensor in own.items()}, **wanted}
+    shapes |= {alias: shapes[name] for alias, name in aliases.items()}
+    lost, loadable = [name for name in stored.names if name not in shapes], False
+    written, tied = own, aliases
+    if isinstance(names, ModelNames):
+        found = difference(names, shapes)
+        unexpected = [name for name in found.unexpected if not names.ignores(name)]
+        loadable = not (found.missing or unexpected or found.reshaped)
+        if layout is None:
+            loadable = (
+                loadable
+                and names.hub_is_memory
+                and all(names.tied.get(a, a) == names.tied.get(n, n) for a, n in aliases.items())
+            )
+        else:
+            lost = [name for name in found.missing if name not in names.buffers]
+            if lost and is_whole:
+                raise _mismatch(Difference(tuple(lost)), names, tag_dir, hint)
+            with layout_of(tag_dir):
+                written, tied = _as_saved(own, aliases, names, layout)
+    written = {**written, **filled}
+    if untied and isinstance(names, ModelNames):
+        # The config no longer ties anything, so the model's other tied weights are written too.
+        renamed = {} if layout is None else names.names_in(layout)
+        for alias, source in names.tied.items():
+            if (other := renamed.get(source, source)) in written:
+                written.setdefault(renamed.get(alias, alias), written[other])
+        tied = {alias: name for alias, name in tied.items() if alias not in written}
+    if lost and not is_whole:
+        warnings.append(
+            f"--exclude-frozen: {len(lost):,} weights are not exported, so the folder is not a "
+            f"whole model: {some(lost, 3)}"
+        )
+    return Selection(
+        written,
+        tied,
+        layout,
+        tuple(filled),
+        untied,
+        loadable,
+        names.architecture if loadable and isinstance(names, ModelNames) else None,
+        findings,
+        tuple(warnings),
+    )
+
+
+def in_form(
+    stored: Weights, fit: Fit | NamesUnknown, options: ExportOptions
+) -> tuple[ModelNames | NamesUnknown, Weights]:
+    """Return the model in the form that the checkpoint has, and the weights under its names.
+
+    With ``--layout memory``, names keep the prefixes of wrappers.
+    """
+    if isinstance(fit, NamesUnknown):
+        return fit, stored
+    if options.layout is NameLayout.MEMORY:
+        return fit.model if fit.prefix else fit.names, stored
+    return fit.names, stored.without_prefix(fit.prefix)
+
+
+def is_adapted(stored: Weights) -> bool:
+    """Return whether all names are those of a PEFT model."""
+    return all(name.startswith(PEFT_PREFIX) for name in stored.tensors)
+
+
+def _config_hint(model: Model, options: ExportOptions) -> str:
+    config, base = model.config, options.base
+    if config is not None and base is not None and config.path.is_relative_to(base):
+        return (
+            f"config.json came from --base {base} and is probably another model's. Pass the base "
+            "model of this run, or its own config.json"
+        )
+    return (
+        "Pass a folder with the config.json of this run with --base, correct names with --rename, "
+        f"or {_KEEP_NAMES}"
+    )
+
+
+def _check_shapes(
+    model: Model, options: ExportOptions, tag_dir: Path, hint: str
+) -> tuple[Finding, ...]:
+    """Return the accepted findings; exchanged dimensions are found by nothing else."""
+    fit, shapes, kind = model.fit, model.weights.shapes, FindingKind.SHAPE_MISMATCH
+    if isinstance(fit, NamesUnknown):
+        return ()
+    names = {fit.prefix + name: fit.names.shapes[name] for name in fit.difference.reshaped}
+    apart = {name: f"{list(shapes[name])} for {list(shape)}" for name, shape in names.items()}
+    if apart and kind not in options.allow:
+        raise DamagedCheckpointError(
+            f"shapes of weights are not those of {fit.model.architecture} in config.json",
+            path=tag_dir,
+            found=some([f"{name} {details}" for name, details in apart.items()], 8),
+            expected="the shapes of config.json",
+            hint=hint,
+            finding=kind,
+        )
+    return tuple(Finding(kind, name, 0, details, accepted=True) for name, details in apart.items())
+
+
+def _check_names(
+    fit: Fit, stored: Weights, options: ExportOptions, tag_dir: Path, hint: str
+) -> None:
+    """Raise if the model would load without some of the weights.
+
+    Buffers may be unknown: older versions of transformers saved some that are computed today.
+    """
+    names = fit.names
+    known = {name for alias, name in stored.aliases.items() if alias in names.shapes}
+    spared = {Role.BUFFER, Role.FROZEN} if options.exclude_frozen else {Role.BUFFER}
+    roles = {name: tensor.role for name, tensor in stored.tensors.items()}
+    unexpected = [
+        name
+        for name in fit.difference.unexpected
+        if roles.get(name, Role.FROZEN) not in spared
+        and name not in stored.aliases
+        and name not in known
+        and not names.ignores(name)
+    ]
+    if unexpected:
+        found = Difference(fit.difference.missing, tuple(unexpected), fit.difference.reshaped)
+        raise _mismatch(found, fit.model, tag_dir, hint)
+    if fit.model.refused:
+        raise UnsupportedError(
+            f"Hub names of {fit.model.architecture} are unknown, because transformers' conversion "
+            "cannot be reversed",
+            path=tag_dir,
+            found=fit.model.refused,
+            hint=_KEEP_NAMES.capitalize(),
+        )
+
+
+def _mismatch(found: Difference, names: ModelNames, path: Path, hint: str) -> NamesMismatchError:
+    return NamesMismatchError(
+        "weight names do not fit the model of config.json, which would load incompletely",
+        path=path,
+        found=str(found),
+        expected=f"in-memory or Hub names of {names.provenance}",
+        hint=hint,
+    )
+
+
+def _choose_layout(
+    names: ModelNames, given: Mapping[str, Shape], label: str | None
+) -> tuple[HubLayout, bool]:
+    """Return the layout with this label, or the one most like ``given``, and whether it is a guess.
+
+    Of equals, the first is transformers' default.
+    """
+    layouts = names.layouts or (as_it_is(names.shapes, names.tied),)
+    if asked := [layout for layout in layouts if layout.label == label]:
+        return asked[0], False
+    alike = [sum(given.get(n) == s for n, s in layout.shapes.items()) for layout in layouts]
+    best = [one for one, count in zip(layouts, alike, strict=True) if count == max(alike)]
+    return best[0], len(best) > 1
+
+
+def _wanted(
+    checkpoint: TrainingState,
+    names: ModelNames | NamesUnknown,
+    layout: HubLayout | None,
+    stored: Weights,
+    base: Base,
+) -> dict[str, Shape | None]:
+    """Return the weights that the base must supply, with their shapes if known.
+
+    Raises:
+        FrozenLeftOutError: neither config.json nor the base contains their names.
+    """
+    others = {n for n in stored.shapes.keys() - stored.buffers if not is_value_head(n)}
+    if isinstance(names, ModelNames):
+        others = {n for n in others - names.shapes.keys() if not names.ignores(n)}
+        if layout is not None or not others:
+            lacking = absent(names, stored.shapes) if checkpoint.may_lack_weights else ()
+            ours = (n for n in lacking if n not in names.buffers and n not in names.tied)
+            return {name: names.shapes[name] for name in ours}
+    given = base.shapes
+    if checkpoint.frozen_left_out:
+        more = {name: shape for name, shape in given.items() if name not in stored.shapes}
+        if not more or not stored.tensors.keys() <= given.keys():
+            found = "no names, because config.json is missing or does not fit"
+            raise _frozen_left_out(found, base, checkpoint.location.tag_dir)
+        return {**more}
+    others -= given.keys()
+    if others and given and stored.left_out:  # weights of equal names may be others
+        found = f"no values for {some(stored.left_out)}, and the base lacks {some(sorted(others))}"
+        raise _frozen_left_out(found, base, checkpoint.location.tag_dir)
+    return {name: given.get(name) for name in stored.left_out}
+
+
+def _from_base(
+    names: ModelNames | NamesUnknown,
+    layout: HubLayout | None,
+    wanted: Mapping[str, Shape | None],
+    own: Mapping[str, StoredTensor],
+    base: Base,
+    tag_dir: Path,
+) -> dict[str, StoredTensor]:
+    """Return the tensors that the base supplies, by their names in the output."""
+    given, needed = base.tensors, dict(wanted)
+    if layout is not None:
+        needed = {
+            name: form.shape
+            for name, form in layout.tensors.items()
+            if form.sources & wanted.keys() and not form.sources & own.keys()
+        }
+        needed |= {layout.aliases[n]: shape for n, shape in wanted.items() if n in layout.aliases}
+    elif isinstance(names, ModelNames):
+        for one in names.layouts:
+            same = names.names_in(one).items()
+            given = {**{memory: given[name] for memory, name in same if name in given}, **given}
+    if nowhere := [n for n, shape in needed.items() if n not in given or given[n].shape != shape]:
+        check_plain((), base, nowhere)
+        raise _frozen_left_out(f"no values for {some(nowhere)}", base, tag_dir)
+
+    filled = {}
+    for name in needed:
+        kept = frozenset[DType]()
+        if layout is not None and isinstance(names, ModelNames) and name in layout.tensors:
+            kept = kept.union(*map(names.kept_in_fp32, layout.tensors[name].sources))
+        filled[name] = replace(given[name], role=Role.FROZEN, fp32_under=kept)
+    return filled
+
+
+def _frozen_left_out(found: str, base: Base, tag_dir: Path) -> FrozenLeftOutError:
+    instead = f"; {base.path} contains {base.instead}" if base.instead else ""
+    return FrozenLeftOutError(
+        "frozen weights were left out of the checkpoint"
+        + (f", and {base.path} lacks them" if base.path else ""),
+        path=tag_dir,
+        found=f"{found}{instead}",
+        expected="all weights of the model",
+        hint="Pass the base model with --base, or omit frozen weights with --exclude-frozen",
+    )
+
+
+def _as_saved(
+    own: Mapping[str, StoredTensor],
+    aliases: Mapping[str, str],
+    names: ModelNames,
+    layout: HubLayout,
+) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Return tensors and tied weights under Hub names."""
+    tensors, tied = tie_as_declared(own, aliases, names)
+    saved = {
+        name: replace(tensor, fp32_under=kept) if (kept := names.kept_in_fp32(name)) else tensor
+        for name, tensor in tensors.items()
+        if name not in names.unsaved
+    }
+    new = names.names_in(layout)
+    tied = {new.get(a, a): new.get(n, n) for a, n in tied.items() if a not in names.unsaved}
+    return to_hub(saved, layout, names.shapes), tied

@@ -1,1 +1,0 @@
-"""Facts that are stated in several places: which statements must agree, and what it is if not."""
