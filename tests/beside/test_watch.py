@@ -237,20 +237,6 @@ def test_another_save_is_exported_though_the_watch_was_stopped_while_it_was(
     assert _told([*watch(run, outs, ONCE)]) == [(EventKind.EXPORTED, "checkpoint-2")]
 
 
-def test_a_folder_in_the_way_holds_up_its_own_checkpoint_alone(tmp_path: Path) -> None:
-    run, outs = tmp_path / "run", tmp_path / "outs"
-    for step in (2, 4):
-        _save(run, step)
-    (outs / "checkpoint-2").mkdir(parents=True)
-    (outs / "checkpoint-2" / "thesis.tex").write_text("mine")
-    events = watch(run, outs, OFTEN)
-    assert _told([next(events), next(events)]) == [
-        (EventKind.FAILED, "checkpoint-2"),
-        (EventKind.EXPORTED, "checkpoint-4"),
-    ]
-    events.close()
-
-
 def test_a_full_disk_does_not_end_a_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even what it notes has room; that is written with what it notes next."""
 
@@ -267,40 +253,6 @@ def test_a_full_disk_does_not_end_a_watch(tmp_path: Path, monkeypatch: pytest.Mo
     assert next(events).checkpoint == "checkpoint-4"
     events.close()
     assert [*watch(run, outs, ONCE)] == []
-
-
-@pytest.mark.parametrize("barred", ["checkpoint-4", "checkpoint-4/global_step4"])
-def test_a_checkpoint_that_may_not_be_read_is_told_once(
-    barred: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nor one whose name is none for a line of a terminal; what others keep there is not told."""
-    run, outs = tmp_path / "run", tmp_path / "outs"
-    for step in (2, 4):
-        _save(run, step)
-    (run / "lost+found").mkdir()
-    shutil.copytree(run / "checkpoint-2", run / "checkpoint-\x1b[31m6")
-    iterdir = Path.iterdir
-
-    def guarded(path: Path) -> object:  # root may read anywhere
-        if path in {run / barred, run / "lost+found"}:
-            raise PermissionError(13, "Permission denied", str(path))
-        return iterdir(path)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "iterdir", guarded)
-        events = watch(run, outs, OFTEN)
-        told = [next(events) for _ in range(3)]
-        _save(run, 8)
-        told.append(next(events))
-        events.close()
-    assert sorted(_told(told)) == [
-        (EventKind.EXPORTED, "checkpoint-2"),
-        (EventKind.EXPORTED, "checkpoint-8"),
-        (EventKind.FAILED, "checkpoint-4"),
-        (EventKind.FAILED, r"checkpoint-\x1b[31m6"),
-    ]
-    assert {one.code for one in told} == {0, 3}
-    assert (EventKind.EXPORTED, "checkpoint-4") in _told([*watch(run, outs, ONCE)])
 
 
 def test_what_waits_takes_no_room_that_the_next_save_needs(
@@ -427,31 +379,6 @@ def test_what_is_saved_last_is_exported_once_it_lies_still(
     assert _told([*events]) == [(EventKind.EXPORTED, "checkpoint-2")]
 
 
-def test_the_last_look_at_a_run_that_cannot_be_read_is_no_look(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, outs = tmp_path / "run", tmp_path / "outs"
-    run.mkdir()
-    looks = [None, CheckpointError("cannot be read", path=run), None]
-
-    def look(run: Path, boundary: Boundary) -> tuple[sightings.Sighting, ...]:
-        if looks:
-            error = looks.pop(0)
-            if error is not None:
-                raise error
-            if not looks:
-                _save(run, 2)
-        return sightings.look(run, boundary)
-
-    monkeypatch.setattr(lookout, "look", look)
-    told = [*watch(run, outs, OFTEN, is_over=lambda: True)]
-    assert _told(told) == [(EventKind.EXPORTED, "checkpoint-2")]
-    monkeypatch.setattr(watching, "_REST_S", -1)
-    looks[:] = [None, CheckpointError("cannot be read", path=run)]
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        [*watch(run, outs, OFTEN, is_over=lambda: True)]
-
-
 @pytest.mark.parametrize("said", ["", '{"schema": 2, "warnings": []}', '{"schema": 2, "warn'])
 def test_an_export_that_stands_counts_though_its_process_was_killed(
     said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -522,15 +449,6 @@ def test_an_export_that_was_killed_is_made_again_though_the_run_removed_its_chec
         patch.setattr(watching, "start_export", start)
         assert _told([*watch(run, outs, ONCE)]) == [(EventKind.FAILED, "checkpoint-2")]
     assert _told([*watch(run, outs, ONCE)]) == [(EventKind.EXPORTED, "checkpoint-2")]
-
-
-def test_an_export_is_held_against_what_was_seen(tmp_path: Path) -> None:
-    folder = _save(tmp_path / "run", 2)
-    (one,) = sightings.look(tmp_path / "run", Boundary.of(tmp_path / "run"))
-    sightings.check_as_seen(folder, one.mark, follow=False)
-    _save(tmp_path / "run", 2)
-    with pytest.raises(CheckpointError, match="was saved anew while it was exported"):
-        sightings.check_as_seen(folder, one.mark, follow=False)
 
 
 def test_one_that_fails_holds_up_no_other_and_is_tried_again_when_it_changes(
@@ -616,20 +534,6 @@ def test_the_command_after_an_export_gets_folder_and_step_as_words_of_their_own(
     assert log.read_text().endswith("again 2\n")
 
 
-def test_no_export_waits_for_a_command(tmp_path: Path) -> None:
-    run, outs, go = tmp_path / "run", tmp_path / "outs", tmp_path / "go"
-    for step in (2, 4):
-        _save(run, step)
-    then = _shell(f"until [ -e {go} ]; do sleep 0.1; done")
-    events = watch(run, outs, WatchOptions(interval_s=0.1, then=then))
-    exported = [(EventKind.EXPORTED, "checkpoint-2"), (EventKind.EXPORTED, "checkpoint-4")]
-    assert _told([next(events), next(events)]) == exported
-    go.touch()
-    ran = [(EventKind.RAN, "checkpoint-2"), (EventKind.RAN, "checkpoint-4")]
-    assert _told([next(events), next(events)]) == ran
-    events.close()
-
-
 def test_no_export_is_replaced_while_a_command_is_at_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -681,19 +585,6 @@ def test_what_could_not_be_kept_is_tried_again(
     assert _told([next(events), next(events)]) == told
     events.close()
     timer.join()
-
-
-def test_a_watch_goes_on_when_its_folder_was_removed(tmp_path: Path) -> None:
-    run, outs = tmp_path / "run", tmp_path / "outs"
-    _save(run, 2)
-    events = watch(run, outs, OFTEN)
-    next(events)
-    shutil.rmtree(outs)
-    _save(run, 4)
-    assert _told([next(events)]) == [(EventKind.EXPORTED, "checkpoint-4")]
-    assert (outs / "checkpoint-4" / "zexport_manifest.json").exists()
-    events.close()
-    assert _told([*watch(run, outs, ONCE)]) != []
 
 
 def test_a_run_that_was_given_another_name_is_the_same(tmp_path: Path) -> None:
@@ -763,15 +654,6 @@ def test_what_is_not_made_again_is_said(tmp_path: Path) -> None:
     assert (event.event, event.checkpoint) == (EventKind.NOT_AGAIN, "checkpoint-2")
     assert "was removed" in event.why
     assert [*watch(run, outs, WatchOptions(once=True, then="true"), bf16)] == []
-
-
-def test_a_watch_that_exports_nothing_as_of_its_own_option_says_so(tmp_path: Path) -> None:
-    run, outs = tmp_path / "run", tmp_path / "outs"
-    for step in (2, 4):
-        _save(run, step)
-    (event,) = watch(run, outs, WatchOptions(once=True, every=3))
-    assert (event.event, event.checkpoint) == (EventKind.SKIPPED, "checkpoint-4")
-    assert event.why == "--every 3 leaves it out, and 1 more"
 
 
 def test_what_a_newer_checkpoint_has_overtaken_is_skipped(tmp_path: Path) -> None:
@@ -846,17 +728,6 @@ def test_a_tag_with_shell_syntax_is_an_ordinary_word_for_then(tmp_path: Path) ->
     subprocess.run([*words, "cp -r {} copy"], cwd=tmp_path, check=True)
     assert _files(tmp_path / "copy") == _files(outs / tag)
     assert not [*tmp_path.rglob("PWNED")]
-
-
-def test_a_command_that_cannot_be_run_is_reported(tmp_path: Path) -> None:
-    run, outs, script = tmp_path / "run", tmp_path / "outs", tmp_path / "script"
-    _save(run, 2)
-    script.write_text("exit 0\n")
-    script.chmod(0o755)
-    *_, last = watch(run, outs, WatchOptions(once=True, then=str(script)))
-    assert (last.event, last.code) == (EventKind.COMMAND_FAILED, OutputError.exit_code)
-    assert last.failure is not None
-    assert "cannot be run: Exec format error" in last.failure.message
 
 
 def test_folders_that_belong_to_others_are_refused(tmp_path: Path) -> None:

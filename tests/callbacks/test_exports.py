@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import pty
 import shutil
 import signal
 import subprocess
@@ -20,11 +19,9 @@ from safetensors.torch import load_file
 
 from tests.support.pruning import trainers_run
 from zexport import verify_export
-from zexport.beside import jobs
 from zexport.beside.jobs import Job
 from zexport.callbacks.exports import Exports
 from zexport.errors import NotACheckpointError, UsageError
-from zexport.store.files import read_at
 
 
 def test_a_save_starts_an_export_and_the_end_of_the_training_waits_for_the_last(
@@ -128,22 +125,6 @@ def test_a_training_of_several_ranks_waits_for_nothing_and_hears_what_happens(
     assert exports._job is None
 
 
-def test_low_priority_counts_against_the_training_itself(tmp_path: Path) -> None:
-    """Linux weighs niceness within a session alone; a group of its own is spared by Ctrl-C."""
-    run, told = tmp_path / "run", tmp_path / "told"
-    trainers_run(run)
-    then = f"sh -c 'cat /proc/$$/stat > {told}'"
-    exports = Exports(tmp_path / "out", then=then, interval_s=0.05, collect_s=120)
-    exports.begin(run)
-    assert exports._job is not None
-    watch = exports._job._process.pid
-    exports.collect()
-    found = told.read_text().rpartition(")")[2].split()
-    group, session, niceness = (int(found[at]) for at in (2, 3, 16))
-    assert (session, niceness) == (os.getsid(0), 10)
-    assert group not in (os.getpgrp(), watch)
-
-
 def test_ctrl_c_ends_the_training_and_what_was_saved_is_exported(tmp_path: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
     trainers_run(run)
@@ -167,17 +148,6 @@ def test_ctrl_c_ends_the_training_and_what_was_saved_is_exported(tmp_path: Path)
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert verify_export(out / "checkpoint-4").ok
-
-
-def test_a_command_that_asks_the_terminal_fails_and_hangs_not(tmp_path: Path) -> None:
-    child, terminal = pty.fork()
-    if child == 0:
-        job = jobs.start_command(["cat", "/dev/tty"], tmp_path, 2)
-        code = job.wait(20)
-        job.end()
-        os._exit(0 if code else 1)
-    assert os.waitpid(child, 0)[1] == 0
-    os.close(terminal)
 
 
 def _of_session(session: int) -> list[str]:
@@ -273,13 +243,3 @@ def test_no_rank_waits_where_an_error_ends_its_process(
         callback._at_exit()
     job.end()
     assert waits == [0, 0.0]
-
-
-def test_of_what_a_command_writes_the_end_alone_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Job(("sh", "-c", "head -c 5000000 /dev/zero >&2; echo end >&2"), is_heard=False)
-    assert job.wait(60) == 0
-    read: list[int] = []
-    monkeypatch.setattr(jobs, "read_at", lambda *given: (read.append(given[1]), read_at(*given))[1])
-    assert job.complaint().endswith("\0end\n")
-    assert min(read) > 4_900_000
-    job.end()

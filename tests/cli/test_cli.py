@@ -21,10 +21,9 @@ from click.testing import CliRunner
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from tests.support.checkpoints import deepspeed_names, edit
+from tests.support.checkpoints import edit
 from tests.support.forked import typed
 from tests.support.sparse_checkpoint import write_sparse_zero3
-from zexport import __version__
 from zexport.cli.main import cli
 
 _ROOT = click.Context(cli)
@@ -121,22 +120,6 @@ def test_every_command_prints_one_json_object(tmp_path: Path) -> None:
     assert (verified["ok"], verified["against_checkpoint"]) == (True, True)
 
 
-def test_what_is_written_for_people_has_no_colours_and_no_carriage_return_in_a_pipe(
-    tmp_path: Path,
-) -> None:
-    out = tmp_path / "model"
-    for words in (("inspect", ZERO3), ("consolidate", ZERO3, out), ("verify", out)):
-        done = run(*words, FORCE_COLOR="", TERM="xterm-256color")
-        assert done.returncode == 0
-        assert not re.search(r"[\r\x1b]", done.stdout + done.stderr)
-
-
-def test_quiet_says_nothing_of_a_good_end(tmp_path: Path) -> None:
-    done = run("consolidate", ZERO3, tmp_path / "model", "-q")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    assert (tmp_path / "model" / "config.json").is_file()
-
-
 def test_quiet_json_is_still_the_result(tmp_path: Path) -> None:
     done = run("consolidate", ZERO3, tmp_path / "model", "-q", "--json")
     assert json.loads(done.stdout)["tensors"] == 21
@@ -164,13 +147,6 @@ def test_a_dry_run_tells_the_bytes_and_writes_nothing(tmp_path: Path) -> None:
     assert plan["nbytes_to_read"] == done["nbytes_read"]
     assert plan["nbytes_to_write"] == sum((out / name).stat().st_size for name in weights)
     assert {*plan["side_files"], *weights, "zexport_manifest.json"} == set(done["files"])
-
-
-def test_a_dry_run_for_people_tells_sizes(tmp_path: Path) -> None:
-    done = run("consolidate", ZERO3, tmp_path / "model", "--dry-run")
-    assert "nothing is written" in done.stdout
-    assert "52.5 kB of 2 files" in done.stdout
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_overwrite_replaces_the_folder_as_a_whole(tmp_path: Path) -> None:
@@ -300,28 +276,6 @@ def test_a_missing_rank_ends_with_3_and_names_the_file_to_fetch(
     assert missing["files"] == [lost.name]
 
 
-def test_a_truncated_file_ends_with_3_and_its_path(checkpoint: Path, tmp_path: Path) -> None:
-    path = optimizer_file(checkpoint, 0)
-    os.truncate(path, path.stat().st_size // 2)
-    error = refused(3, "damaged", "consolidate", checkpoint, tmp_path / "model")
-    assert str(path) in error["message"]
-    assert not (tmp_path / "model").exists()
-
-
-def test_a_flipped_bit_in_the_weights_ends_with_3_and_leaves_nothing(
-    checkpoint: Path, tmp_path: Path
-) -> None:
-    path = optimizer_file(checkpoint, 0)
-    content = bytearray(path.read_bytes())
-    with deepspeed_names():
-        states = torch.load(path, weights_only=False)["optimizer_state_dict"]
-    weights = states["fp32_flat_groups"][0].detach().numpy().tobytes()
-    content[content.index(weights) + len(weights) // 2] ^= 1
-    path.write_bytes(content)
-    refused(3, "damaged", "consolidate", checkpoint, tmp_path / "model")
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["checkpoint"]
-
-
 def test_frozen_weights_that_were_left_out_end_with_3_and_name_the_way_on(
     tmp_path: Path,
 ) -> None:
@@ -352,13 +306,6 @@ def test_masters_swapped_to_nvme_end_with_4(checkpoint: Path, tmp_path: Path) ->
 def without_masters(state: dict[str, Any]) -> None:
     groups = state["optimizer_state_dict"]["fp32_flat_groups"]
     groups[:] = [torch.empty(0) for _ in groups]
-
-
-def test_latest_that_leads_outside_ends_with_5(checkpoint: Path, tmp_path: Path) -> None:
-    shutil.copytree(checkpoint / TAG, tmp_path / "elsewhere")
-    (checkpoint / "latest").write_text("../elsewhere")
-    refused(5, "unsafe", "consolidate", checkpoint, tmp_path / "model")
-    refused(5, "unsafe", "inspect", checkpoint)
 
 
 def test_code_in_place_of_a_weight_ends_with_5_and_does_not_run(
@@ -455,26 +402,6 @@ def test_an_interrupted_export_ends_with_130_in_one_line_and_leaves_nothing(
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_a_request_to_end_that_python_drops_is_taken_up_again() -> None:
-    """It drops what is raised in the callback of a weak reference."""
-    code = """if True:
-        import signal, sys, time, weakref
-        from zexport.cli import main
-        class One: pass
-        def work(**_):
-            one = One()
-            told = weakref.ref(one, lambda _: signal.raise_signal(signal.SIGTERM))
-            del one
-            time.sleep(60)
-        main.cli.main = work
-        main.main()
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=LIMIT_S
-    )
-    assert (done.returncode, done.stderr) == (130, "Interrupted.\n")
-
-
 def test_a_killed_export_leaves_nothing_that_looks_finished_and_a_rerun_clears_it(
     large: Path, tmp_path: Path
 ) -> None:
@@ -509,12 +436,6 @@ def test_a_reader_that_leaves_early_ends_it_quietly(tmp_path: Path) -> None:
 # --- help ---
 
 
-def test_the_version_is_told() -> None:
-    done = run("--version")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == f"zexport, version {__version__}\n"
-
-
 @pytest.mark.parametrize("command", [None, *COMMANDS])
 def test_every_help_has_an_example_that_the_command_understands(command: str | None) -> None:
     words = [command] if command else []
@@ -529,21 +450,6 @@ def test_every_help_has_an_example_that_the_command_understands(command: str | N
         parsed = COMMANDS[name].make_context(name, arguments, root, resilient_parsing=True)
         assert parsed.args == []
         assert parsed.params
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_a_completion_script_comes_out_for_every_shell(shell: str) -> None:
-    done = run(_ZEXPORT_COMPLETE=f"{shell}_source")
-    assert done.returncode == 0
-    assert "_ZEXPORT_COMPLETE" in done.stdout
-    assert "zexport" in done.stdout
-
-
-def test_completion_knows_commands_and_choices() -> None:
-    done = run(_ZEXPORT_COMPLETE="bash_complete", COMP_WORDS="zexport con", COMP_CWORD="1")
-    assert done.stdout == "plain,consolidate\n"
-    words = {"COMP_WORDS": "zexport consolidate a b --dtype b", "COMP_CWORD": "5"}
-    assert run(_ZEXPORT_COMPLETE="bash_complete", **words).stdout == "plain,bf16\n"
 
 
 # --- what is imported ---

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,16 +13,14 @@ import zexport
 from tests.support.checkpoints import Run, save, small_model
 from tests.support.expert_checkpoints import rewrite
 from zexport.checkpoint.open import open_checkpoint
-from zexport.cli import main
 from zexport.errors import (
     CheckpointError,
     DamagedCheckpointError,
     OutputError,
     UsageError,
-    ZexportError,
 )
 from zexport.train import launch
-from zexport.train.options import TrainOptions, TrainSummary, resumed
+from zexport.train.options import TrainOptions, TrainSummary
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 TAG = "global_step2"
@@ -33,17 +29,6 @@ TAG = "global_step2"
 def copied(case: str, tmp_path: Path) -> Path:
     """The tag folder of a copy of a fixture's checkpoint."""
     return shutil.copytree(FIXTURES / case / "ckpt", tmp_path / "run") / TAG
-
-
-def again(path: Path, name: str) -> None:
-    """The same content under another name, written as torch writes a file of that name."""
-    rewrite(Path(shutil.copy(path, path.with_name(name))), lambda _: None)
-
-
-def problem(tag_dir: Path, words: str, kind: type[ZexportError]) -> None:
-    """The one that stands in the way of an export says this."""
-    problems = open_checkpoint(tag_dir).problems
-    assert any(words in str(one) and isinstance(one, kind) for one in problems), problems
 
 
 # --- checkpoints ---
@@ -85,19 +70,6 @@ def test_a_tokenizer_that_vanishes_is_told(tmp_path: Path) -> None:
         zexport.run_export(plan)
 
 
-# --- the command line ---
-
-
-def test_a_usage_error_of_the_command_line_is_an_object_too(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["zexport", "inspect", "--json"])
-    monkeypatch.setattr(main.signal, "signal", lambda *_: None)
-    with pytest.raises(SystemExit):
-        main.main()
-    assert json.loads(capsys.readouterr().out)["error"]["kind"] == "usage"
-
-
 # --- training ---
 
 
@@ -107,22 +79,6 @@ def options(tmp_path: Path, **chosen: Any) -> TrainOptions:
 
 def quiet(_: str) -> None:
     """Progress that nobody follows."""
-
-
-def test_a_folder_without_a_checkpoint_cannot_be_resumed(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="holds no checkpoint to resume"):
-        resumed(options(tmp_path, resume=True), ())
-
-
-@pytest.mark.parametrize(
-    ("chosen", "words"),
-    [({"freeze": ("(",)}, "no regular expression"), ({"hidden_size": 12}, "a multiple of 8")],
-)
-def test_options_that_cannot_be_meant_are_refused(
-    chosen: dict[str, Any], words: str, tmp_path: Path
-) -> None:
-    with pytest.raises(UsageError, match=words):
-        launch.train(options(tmp_path, **chosen), progress=quiet)
 
 
 def test_a_last_save_that_failed_ends_the_command(

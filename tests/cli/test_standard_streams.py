@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from io import BufferedWriter, TextIOWrapper
+from io import BufferedWriter
 from pathlib import Path
 from threading import Thread
 
@@ -15,10 +15,8 @@ import pytest
 
 from zexport import verify_export
 from zexport.cli.streams import _Notes, _Results
-from zexport.errors import OutputError
 
 ZERO3 = Path(__file__).parents[2] / "fixtures" / "z3_w2_bf16" / "ckpt"
-FULL = "/dev/full"
 
 
 def run(words: str, redirections: str, **variables: object) -> subprocess.CompletedProcess[str]:
@@ -84,18 +82,6 @@ def test_text_that_the_terminal_cannot_show_is_escaped(tmp_path: Path) -> None:
     done = run('inspect "$CKPT"', "", CKPT=checkpoint, PYTHONIOENCODING="ascii", PYTHONUTF8="1")
     assert done.returncode == 0
     assert "mod\\xe8le" in done.stdout
-
-
-def test_what_is_not_taken_is_an_error_of_results_and_not_of_notes() -> None:
-    results = TextIOWrapper(BufferedWriter(_Results(FULL, "w")))
-    results.write("result")
-    with pytest.raises(OutputError, match="the result cannot be written to standard output"):
-        results.flush()
-    results.close()
-    notes = TextIOWrapper(BufferedWriter(_Notes(FULL, "w")))
-    notes.write("note")
-    notes.flush()
-    notes.close()
 
 
 def test_a_pipe_that_is_full_is_waited_for_by_results_and_not_by_notes() -> None:

@@ -93,10 +93,6 @@ def test_the_command_that_was_meant_is_suggested(word: str, meant: str) -> None:
     assert f"No such command {word!r}. Did you mean {meant!r}?" in refusal(word, "a", "b")
 
 
-def test_a_word_like_no_command_gets_no_suggestion() -> None:
-    assert "Did you mean" not in refusal("zzz")
-
-
 @pytest.mark.parametrize("option", ["-o", "--output"])
 def test_the_folder_to_make_may_be_an_option(option: str, tmp_path: Path) -> None:
     done = result("consolidate", option, tmp_path / "model", ZERO3)
@@ -122,12 +118,6 @@ def test_a_shard_size_that_cannot_be_meant_is_refused(
     assert not any(tmp_path.iterdir())
 
 
-def test_a_shard_of_one_megabyte_is_made(tmp_path: Path) -> None:
-    words = ("--max-shard-size", "1MB", "--dry-run")
-    options = result("consolidate", ZERO3, tmp_path / "model", *words)["options"]
-    assert options["max_shard_nbytes"] == 10**6
-
-
 def test_paths_are_shown_without_detours(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     detour = f"/{tmp_path}//x/../model"
@@ -142,11 +132,6 @@ def test_a_detour_over_a_link_is_no_detour(tmp_path: Path) -> None:
     given = tmp_path / "link" / ".." / "model"
     assert path.convert(given, None, None) == given
     assert path.convert(tmp_path / "link", None, None) == tmp_path / "link"
-
-
-def test_dir_shows_what_is_public() -> None:
-    assert set(dir(zexport)) >= set(zexport.__all__)
-    assert "consolidate" in dir(zexport)
 
 
 def test_a_part_without_a_name_is_not_all_of_the_model(tmp_path: Path) -> None:

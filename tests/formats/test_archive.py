@@ -6,7 +6,6 @@ import io
 import os
 import pickle
 import struct
-import tracemalloc
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +22,6 @@ from zexport.errors import (
     ZexportError,
 )
 from zexport.formats.inert import TensorRef
-from zexport.formats.pickles import Pickle
 from zexport.formats.torch_file import Container, TorchFile, read_torch_file
 from zexport.ranges.extents import Extent, Member
 from zexport.ranges.mosaic import Mosaic, Tile
@@ -104,22 +102,6 @@ def test_members_leave_out_empty_and_compressed_records(tmp_path: Path) -> None:
     assert [member.nbytes for member in read_torch_file(path).members] == [12]
     rewrite(path, compression=zipfile.ZIP_DEFLATED)
     assert read_torch_file(path).members == ()
-
-
-def test_the_empty_tensors_of_one_more_rank_take_no_memory(tmp_path: Path) -> None:
-    """Under ZeRO-3 each rank's model file has as many of them as the model has parameters."""
-    for rank in range(2):
-        torch.save([torch.empty(0) for _ in range(1000)], tmp_path / f"{rank}.pt")
-    known: dict[bytes, Pickle] = {}
-    files = [read_torch_file(tmp_path / "0.pt", known)]
-    tracemalloc.start()
-    try:
-        files.append(read_torch_file(tmp_path / "1.pt", known))
-        held, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert files[0].value is files[1].value
-    assert held < 50_000
 
 
 def test_the_old_container_has_no_root_and_its_storages_no_crc(legacy: Path) -> None:
@@ -322,15 +304,6 @@ def test_a_compressed_pickle_is_read_but_not_beyond_its_limit(
     assert read_torch_file(saved).unknown_globals == ()
     monkeypatch.setattr("zexport.formats.torch_zip.MAX_PICKLE_NBYTES", 100)
     with pytest.raises(DamagedCheckpointError, match="expected at most 100"):
-        read_torch_file(saved)
-
-
-def test_a_compressed_pickle_that_is_shorter_than_declared_is_damage(saved: Path) -> None:
-    rewrite(saved, compression=zipfile.ZIP_DEFLATED)
-    data = bytearray(saved.read_bytes())
-    data[directory_at(bytes(data), b"rank_0/data.pkl") + 24] += 1
-    saved.write_bytes(data)
-    with pytest.raises(DamagedCheckpointError, match=r"data\.pkl ends early"):
         read_torch_file(saved)
 
 

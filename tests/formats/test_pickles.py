@@ -183,13 +183,6 @@ def test_an_unknown_object_keeps_its_state_and_items_and_runs_nothing() -> None:
     assert thing != read(CALL_SYSTEM + b")R.").value
 
 
-def test_the_result_of_an_unknown_call_may_be_called_without_effect() -> None:
-    thing = read(CALL_SYSTEM + b")R)R.").value
-    assert isinstance(thing, Opaque)
-    assert isinstance(thing.callee, Opaque)
-    assert repr(thing) == "Opaque(...)"
-
-
 def test_the_stage_enum_is_a_number_however_python_wrote_it() -> None:
     names = ("disabled", "optimizer_states", "gradients", "weights", "max_stage")
     for name, stage in zip(names, (0, 1, 2, 3, 3), strict=True):
@@ -438,13 +431,6 @@ def test_keys_that_take_exponential_time_to_hash_are_wrapped() -> None:
     assert all(isinstance(key, OpaqueKey) for key in (*result, *members))
 
 
-def test_a_tuple_that_is_long_to_hash_is_wrapped_and_a_short_one_is_not() -> None:
-    for length, kind in ((16, tuple), (17, OpaqueKey)):
-        result = read(b"}(" + b"K\x01" * length + b"tK\x01s.").value
-        assert isinstance(result, dict)
-        assert [type(key) for key in result] == [kind]
-
-
 def test_keys_that_cannot_be_hashed_are_wrapped() -> None:
     result = read(b"}]K\x01s.").value
     assert isinstance(result, dict)
@@ -527,11 +513,6 @@ def test_no_pickle_takes_more_memory_than_it_may(
     tracemalloc.stop()
     assert "MiB of memory" in str(caught.value) or "ends early" in str(caught.value)
     assert peak < bound
-
-
-def test_a_pickle_of_very_many_tensors_is_read() -> None:
-    one = tensor() + b"0" + text("model.layers.11.mlp.experts.255.gate_proj.weight") + b"0"
-    assert read(one * 60_000 + b"N.").value is None
 
 
 SAMPLE = (

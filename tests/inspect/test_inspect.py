@@ -160,15 +160,6 @@ def test_no_optimizer_file_is_missing_where_a_save_writes_none(tmp_path: Path) -
     assert inspect_checkpoint(root).missing_files() == (gone.name,)
 
 
-def test_a_node_that_is_missing_whole_is_named_file_by_file(tmp_path: Path) -> None:
-    case = FIXTURES / "pp2_tp2_z1_w8_bf16_tied" / "ckpt"
-    root = Path(shutil.copytree(case, tmp_path / "run"))
-    gone = sorted(root.glob("*/*mp_rank_03_*_states.pt"))
-    for path in gone:
-        path.unlink()
-    assert sorted(inspect_checkpoint(root).missing_files()) == [path.name for path in gone]
-
-
 def test_the_parameters_of_a_universal_checkpoint_are_listed() -> None:
     root = FIXTURES / "uni_z3_w2_bf16_frozen" / "ckpt"
     listed = {file["name"] for file in as_json(root)["checkpoint"]["files"] if file["needed"]}
@@ -306,29 +297,6 @@ def test_placeholders_beside_the_tag_are_named_and_real_weights_are_not(
     assert "which an export does not read" not in shown
 
 
-def test_the_shards_of_a_model_beside_the_tag_take_one_line(zero3: Path) -> None:
-    for index in range(1, 6):
-        save_file({f"w{index}": torch.ones(3)}, zero3 / f"model-0000{index}-of-00005.safetensors")
-    (line,) = (line for line in run(zero3).stdout.splitlines() if "-of-00005" in line)
-    assert "and 3 more" in line
-    assert "5 tensors" in line
-
-
-def test_a_tensor_without_elements_is_no_placeholder(tmp_path: Path) -> None:
-    root = save(Model([{"w": torch.ones(3), "none": torch.empty(0)}]), Run(stage=2), tmp_path)
-    save_file({"w": torch.ones(3), "none": torch.empty(0)}, root / "model.safetensors")
-    (file,) = inspect_checkpoint(root).weight_files
-    assert file.placeholders == ()
-
-
-def test_a_broken_weight_file_beside_the_tag_is_only_a_note(zero3: Path) -> None:
-    (zero3 / "model.safetensors").write_bytes(b"no header")
-    done = run(zero3)
-    assert done.returncode == 0
-    assert "model.safetensors beside the tag cannot be read" in done.stdout
-    assert "Verdict: exportable" in done.stdout
-
-
 def test_unknown_code_is_listed_with_its_file_and_never_run(zero3: Path) -> None:
     path = optimizer_file(zero3 / TAG, small_model(), 0)
     marker = zero3 / "executed"
@@ -352,31 +320,6 @@ def test_names_that_a_terminal_would_obey_are_escaped(tmp_path: Path) -> None:
     assert "w\\x1b[31m" in shown
     assert "[red]x" in shown
     assert "n\\nl" in shown
-
-
-def test_a_tensor_a_line_with_names_of_any_length_uncut(tmp_path: Path) -> None:
-    names = [f"model.{'very_' * 40}long.{i}" for i in range(3)]
-    model = Model([{name: torch.ones(2, 3) for name in names}], tied={"alias": names[0]})
-    lines = run(save(model, Run(stage=2), tmp_path), "--tensors").stdout.splitlines()
-    for name in names:
-        (line,) = (line for line in lines if line.split()[:1] == [name])
-        assert line.split()[1:] == ["trainable", "float32", "[2,", "3]", "6"]
-    assert any(line.split()[:2] == ["alias", "tied"] for line in lines)
-
-
-def test_plain_output_fits_80_columns_and_has_no_colours(zero3: Path) -> None:
-    shown = text_of(inspect_checkpoint(zero3))
-    tables = [
-        line for line in shown.splitlines() if "Folder" not in line and str(zero3) not in line
-    ]
-    assert max(len(line) for line in tables if not line.startswith("  - ")) <= 80
-    assert "\x1b" not in shown
-
-
-def test_many_files_are_one_line_each_only_when_asked(tmp_path: Path) -> None:
-    root = save(Model([{"w": torch.ones(40)}]), Run(stage=3, world_size=12), tmp_path)
-    assert "zero_pp_rank_7_mp_rank_00" not in run(root).stdout
-    assert run(root, "--files").stdout.count("_optim_states.pt") == 12
 
 
 def test_stats_are_those_of_the_exported_tensors(zero2: Path, tmp_path: Path) -> None:

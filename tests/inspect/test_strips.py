@@ -62,18 +62,3 @@ def test_the_bytes_at_a_piece_are_those_of_its_tensor() -> None:
                 held += 1
             at = None if at is None else at + piece.nbytes
     assert held == len(checkpoint.tensors) - 1  # one lies on both ranks
-
-
-def test_narrow_neighbours_are_one_piece_and_wide_ones_stay_apart(tmp_path: Path) -> None:
-    from tests.support.sparse_checkpoint import write_sparse_zero3
-
-    shapes = {f"block.{n}.weight": (8,) for n in range(4000)}
-    write_sparse_zero3(tmp_path, {"first": (40_000,), **shapes, "last": (40_000,)}, 2)
-    one, other = strips(open_checkpoint(tmp_path))
-    assert one.pieces == other.pieces
-    first, *between, last = one.pieces
-    assert (first.first, first.last, first.nbytes) == (0, 0, 80_000)
-    assert (last.first, last.last) == (4001, 4001)
-    assert [piece.first for piece in between] == [1, *(p.last + 1 for p in between[:-1])]
-    assert sum(piece.nbytes for piece in between) == 4000 * 16
-    assert len(between) < 500

@@ -114,14 +114,3 @@ def test_a_sum_and_a_change_of_type_are_those_of_torch(tmp_path: Path) -> None:
     assert torch.equal(tensors.read(total, 9), base.float() + addend * 0.7)
     rounded = Elements(Recast(tensors["addend"], DType.BF16), DType.BF16)
     assert torch.equal(tensors.read(Recast(rounded, DType.F32), 11), addend.bfloat16().float())
-
-
-def test_more_columns_or_threads_take_more_memory() -> None:
-    nothing = Elements(Chain(()), DType.F32)
-
-    def held(columns: int, jobs: int) -> int:
-        update = LowRankUpdate(nothing, Factors(nothing, nothing, columns, 8, 4), 1.0)
-        return calculator.held_nbytes(update, jobs)
-
-    assert held(100_000, 1) > held(1000, 1) > 0
-    assert held(1000, 4) > held(1000, 1)

@@ -48,14 +48,6 @@ def test_a_window_of_a_chain_is_a_slice_of_its_parts_joined(
     assert bytes_of(chain, start, stop) == b"".join(map(bytes_of, parts))[start:stop]
 
 
-def test_chains_nest_and_may_be_empty() -> None:
-    inner = Chain((Extent(Path("a"), 3, 4), Chain(())))
-    outer = Chain((Chain(()), inner, Extent(Path("b"), 0, 2), inner))
-    assert bytes_of(outer) == FILES[Path("a")][3:7] + FILES[Path("b")][:2] + FILES[Path("a")][3:7]
-    assert Chain(()).nbytes == 0
-    assert list(Chain(()).extents(0, 0)) == []
-
-
 @given(st.data(), st.lists(leaves(), min_size=1, max_size=4))
 def test_a_window_of_a_window_counts_from_where_the_first_begins(
     data: st.DataObject, parts: list[Extent]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,7 +19,6 @@ from zexport.errors import CheckpointError, DamagedCheckpointError
 from zexport.export.plan import SourceFile
 from zexport.ranges.extents import Chain, Extent
 from zexport.ranges.reader import SourceReader
-from zexport.store.files import LocalInput
 
 
 @pytest.fixture(scope="module")
@@ -173,17 +170,6 @@ def test_a_range_beyond_the_end_is_damage(tmp_path: Path) -> None:
     assert (caught.value.found, caught.value.expected) == ("10 bytes", "at least 15")
 
 
-def test_a_read_that_comes_in_drips_is_put_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "rank.pt"
-    path.write_bytes(bytes(range(100)))
-    whole = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda fd, parts, at: whole(fd, [parts[0][:3]], at))
-    with SourceReader([source_file(path)]) as reader:
-        assert _read(reader, Extent(path, 0, 100), 10, 50) == bytes(range(10, 60))
-
-
 def test_a_missing_file_is_the_checkpoints_fault(tmp_path: Path) -> None:
     path = tmp_path / "rank.pt"
     path.write_bytes(b"0123456789")
@@ -192,21 +178,6 @@ def test_a_missing_file_is_the_checkpoints_fault(tmp_path: Path) -> None:
     with (
         SourceReader([file]) as reader,
         pytest.raises(CheckpointError, match="cannot be read: No such file"),
-    ):
-        _read(reader, Extent(path, 0, 1), 0, 1)
-
-
-def test_an_error_of_the_disk_is_the_checkpoints_fault(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def preadv(*_: object) -> int:
-        raise OSError(errno.EREMOTEIO, "Remote I/O error")
-
-    (path := tmp_path / "rank.pt").write_bytes(b"x")
-    monkeypatch.setattr(os, "preadv", preadv)
-    with (
-        SourceReader([source_file(path)]) as reader,
-        pytest.raises(CheckpointError, match="cannot be read at byte 0: Remote I/O error"),
     ):
         _read(reader, Extent(path, 0, 1), 0, 1)
 
@@ -265,29 +236,6 @@ def test_threads_may_read_at_once(
         assert reader.nbytes_read == 4000
 
 
-@pytest.mark.parametrize(("patience", "at_once"), [(60.0, 1), (0.0, 2)])
-def test_threads_take_turns_at_small_ranges_unless_the_storage_is_slow(
-    patience: float, at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("zexport.ranges.reader._TURN_SECONDS", patience)
-    path = tmp_path / "rank.pt"
-    path.write_bytes(bytes(8))
-    read, reading, most = LocalInput.read, [0], [0]
-
-    def slowly(file: LocalInput, offset: int, part: memoryview) -> int:
-        reading[0] += 1
-        most[0] = max(most[0], reading[0])
-        time.sleep(0.01)
-        reading[0] -= 1
-        return read(file, offset, part)
-
-    monkeypatch.setattr(LocalInput, "read", slowly)
-    pieces = Chain(tuple(Extent(path, at, 1) for at in range(8)))
-    with SourceReader([source_file(path)]) as reader, ThreadPoolExecutor(2) as pool:
-        assert [*pool.map(lambda _: _read(reader, pieces, 0, 8), range(2))] == [bytes(8)] * 2
-    assert most == [at_once]
-
-
 # --- what was read ---
 
 
@@ -329,15 +277,6 @@ def test_what_was_only_compared_is_in_no_digest(
     file, extents, _ = three
     with SourceReader([file]) as reader:
         _read(reader, extents[0], 0, 8)
-        assert reader.finish() == {}
-
-
-def test_a_range_of_another_file_layout_is_passed_over(
-    three: tuple[SourceFile, list[Extent], list[bytes]],
-) -> None:
-    file, _, _ = three
-    with SourceReader([file]) as reader:
-        reader.take({file.path: [(0, file.version.nbytes, 0)], Path("other"): [(0, 1, 0)]})
         assert reader.finish() == {}
 
 

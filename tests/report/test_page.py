@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -16,7 +15,6 @@ from click.testing import CliRunner
 from tests.support.checkpoints import Model, Run, save
 from tests.support.pruning import trainers_run
 from tests.support.sparse_checkpoint import write_sparse_zero3
-from zexport import diff_models
 from zexport.api.compare import diff_states
 from zexport.checkpoint.open import open_checkpoint
 from zexport.cli.main import cli
@@ -130,14 +128,6 @@ def test_the_page_of_a_difference_tells_each_tensor_on_the_partitions_of_a() -> 
     rows = names_of(read)
     assert [rows[row] for row in data["rowOf"]] == names
     assert report.verdict.sentence in " ".join(read.text)
-
-
-def test_two_equal_models_have_a_page_too(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
-    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
-    read = Read(page_html(diff_page(diff_models(tmp_path, tmp_path))))
-    assert re.search("There is no difference", " ".join(read.text))
 
 
 def test_the_command_writes_a_page_and_replaces_only_a_page(tmp_path: Path) -> None:

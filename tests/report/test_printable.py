@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from zexport.errors import DamagedCheckpointError, ZexportError
-from zexport.printable import printable, shell_word, shown, some
+from zexport.errors import DamagedCheckpointError
+from zexport.printable import printable, shell_word
 from zexport.report.failure import Told
 from zexport.store.json import values_of
 
@@ -20,18 +20,6 @@ ESCAPED = "a\\x1b[2J\\r\\n\\u202e\\u200b\\udc80ü\\x00\\x9b"
 def test_what_a_terminal_would_obey_is_written_out() -> None:
     assert printable(HOSTILE) == ESCAPED
     assert printable("a plain ü 漢字") == "a plain ü 漢字"
-
-
-def test_a_fact_that_would_fill_the_screen_is_cut_and_its_length_said() -> None:
-    text = shown("x" * 10_000_000)
-    assert text == "x" * 1600 + "... (10000000 characters) ..." + "x" * 400
-    assert shown(5) == "5"
-
-
-def test_of_many_names_the_first_are_said_and_how_many_more_there_are() -> None:
-    assert some(["a", "b"], 2) == "a, b"
-    assert some(["a", "b", "c"], 2) == "a, b and 1 more"
-    assert some(["a"] * 1_012) == f"{', '.join('a' * 12)} and 1,000 more"
 
 
 @pytest.mark.parametrize("fact", ["problem", "found", "expected", "hint", "path"])
@@ -46,15 +34,6 @@ def test_no_part_of_a_message_holds_what_a_terminal_would_obey(fact: str) -> Non
     assert isinstance(told, dict)
     assert str(told["message"]).isprintable()
     assert str(told["hint"]).isprintable()
-
-
-def test_every_kind_of_error_makes_its_sentence_in_the_one_place() -> None:
-    waiting = [ZexportError]
-    while waiting:
-        kind = waiting.pop()
-        waiting += kind.__subclasses__()
-        assert kind.sentence is ZexportError.sentence
-        assert kind.__init__ is ZexportError.__init__
 
 
 @pytest.mark.parametrize(

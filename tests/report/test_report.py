@@ -22,18 +22,13 @@ from zexport.checkpoint.open import open_checkpoint
 from zexport.cli import progress
 from zexport.errors import DamagedCheckpointError, UsageError
 from zexport.export.plan import ExportPlan
-from zexport.export.summary import side_nbytes, summarize
+from zexport.export.summary import summarize
 from zexport.options import ExportOptions, NameLayout
-from zexport.report.export import print_export, print_plan, print_verify
+from zexport.report.export import print_verify
 from zexport.report.failure import Failure, Told
 from zexport.report.text import (
-    duration,
-    folded,
     near,
     near_text,
-    plural,
-    print_table,
-    size,
 )
 from zexport.run.execute import ExportReport, Phase, Progress
 from zexport.store.address import Address
@@ -93,76 +88,6 @@ def printed(show: Any, value: object) -> str:
     return out.getvalue()
 
 
-def plan_for_people(plan: ExportPlan) -> str:
-    out = io.StringIO()
-    print_plan(Console(file=out, width=80), summarize(plan), side_nbytes(plan))
-    return out.getvalue()
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "1.0 kB"),
-        (1_649_999_999, "1.6 GB"),
-        (999_960, "1.0 MB"),
-        (70_000_000_000_000, "70.0 TB"),
-    ],
-)
-def test_sizes_are_decimal_with_one_digit(nbytes: int, text: str) -> None:
-    assert size(nbytes) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.04, "0.0 s"), (9.94, "9.9 s"), (42.4, "42 s"), (59.7, "1 min 0 s"), (3900, "1 h 5 min")],
-)
-def test_durations_read_as_people_say_them(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
-
-
-def test_columns_of_numbers_line_up_on_the_right_and_cells_are_never_cut() -> None:
-    out = io.StringIO()
-    rows = [("a", "1,000", "x" * 100), ("漢字", "2", "y")]
-    print_table(Console(file=out, width=40), ("Name", ">Count", "Rest"), rows)
-    assert out.getvalue().splitlines() == [
-        "",
-        "  Name  Count  Rest",
-        f"  a     1,000  {'x' * 100}",
-        "  漢字      2  y",
-    ]
-
-
-def test_a_row_too_wide_for_a_terminal_stands_in_steps_and_is_never_cut() -> None:
-    out = io.StringIO()
-    terminal = Console(file=out, width=30, force_terminal=True, color_system=None)
-    rows = [("model.layers.0", "1,000", "x" * 20), ("model.layers.0", "2", ""), ("", "3", "y" * 40)]
-    print_table(terminal, ("Name", ">Count", "Rest"), rows)
-    assert out.getvalue().splitlines() == [
-        "",
-        "  Name",
-        "    Count",
-        "      Rest",
-        "  model.layers.0",
-        "    1,000",
-        f"      {'x' * 20}",
-        "    2",
-        "  -",
-        "    3",
-        f"      {'y' * 40}",
-    ]
-
-
-def test_a_line_that_is_folded_has_its_command_whole() -> None:
-    command = "zexport verify model --against run/checkpoint-100"
-    assert folded(f"is a checkpoint, and no export. As in: {command}", 40, 2) == [
-        "is a checkpoint, and no export. As in:",
-        f"  {command}",
-    ]
-    assert folded("is a checkpoint", 40) == ["is a checkpoint"]
-
-
 def test_paths_are_told_as_they_are_typed_from_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,10 +110,6 @@ def test_paths_are_told_as_they_are_typed_from_here(
         assert near(address) == "s3://bucket/model"
 
 
-def test_words_follow_their_number() -> None:
-    assert (plural(1, "file"), plural(1024, "file")) == ("1 file", "1,024 files")
-
-
 def test_a_plan_in_json_adds_up(plan: ExportPlan) -> None:
     found: Any = json.loads(json.dumps(form_of(summarize(plan), plan.provenance), allow_nan=False))
     jsonschema.validate(found, PLAN_SCHEMA)
@@ -197,27 +118,6 @@ def test_a_plan_in_json_adds_up(plan: ExportPlan) -> None:
     together = found["nbytes_to_read"] + found["nbytes_to_write"]
     assert found["seconds_at_1_gb_per_s"] == together / 1e9
     assert found["checkpoint"]["stage"] == 2
-
-
-def test_a_plan_for_people_names_every_file_and_warning(plan: ExportPlan) -> None:
-    shown = plan_for_people(plan)
-    assert "model.safetensors" in shown
-    assert "README.md" in shown
-    assert "zexport_manifest.json" in shown
-    assert "if the disk does 1 GB/s" in shown
-    assert all(warning in shown for warning in plan.warnings)
-    assert plan.warnings
-    assert not plan.out_dir.exists()
-
-
-def test_the_shards_of_a_plan_are_listed_up_to_a_limit(tmp_path: Path) -> None:
-    tensors = {f"t{index}": torch.ones(100) for index in range(30)}
-    root = save(Model([tensors]), Run(stage=2), tmp_path / "checkpoint")
-    options = ExportOptions(layout=NameLayout.MEMORY, max_shard_nbytes=400)
-    plan = plan_export(open_checkpoint(root), tmp_path / "out", options)
-    shown = plan_for_people(plan)
-    assert shown.count("-of-00030.safetensors") == 20
-    assert "and 10 more" in shown
 
 
 @pytest.fixture
@@ -236,14 +136,6 @@ def test_an_export_in_json_says_what_was_done_and_what_came_out(
     assert nan in found["findings"]
     assert found["nbytes_written"] == sum(p.stat().st_size for p in plan.out_dir.iterdir())
     assert set(found["files"]) == {path.name for path in plan.out_dir.iterdir()}
-
-
-def test_an_export_for_people_tells_of_remarkable_values(done: ExportReport) -> None:
-    shown = printed(print_export, done)
-    assert "b: nan (1 element)" in shown
-    assert "z: all-zero (3 elements)" in shown
-    assert "every file was read again" in shown
-    assert str(done.out_dir) in shown
 
 
 def test_a_verification_names_the_file_and_the_tensor_at_fault(done: ExportReport) -> None:
@@ -322,18 +214,6 @@ def test_a_pipe_gets_a_line_a_tenth_without_carriage_returns(
     assert lines[4] == "Writing: 50 % (2.0 GB of 4.0 GB, 80.0 MB/s, 25 s left)"
 
 
-def test_a_long_job_gets_a_line_every_ten_seconds(
-    clock: Clock, capfd: pytest.CaptureFixture[str]
-) -> None:
-    told(clock, "auto", seconds_a_step=1.0, steps=1000)
-    assert 90 <= len(capfd.readouterr().err.splitlines()) <= 110
-
-
-def test_a_short_job_gets_no_line_at_all(clock: Clock, capfd: pytest.CaptureFixture[str]) -> None:
-    told(clock, "auto", seconds_a_step=0.001, steps=500)
-    assert capfd.readouterr().err == ""
-
-
 def test_json_progress_is_an_object_a_line_on_stderr(
     clock: Clock, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -367,11 +247,6 @@ def test_only_a_terminal_that_can_draw_gets_a_bar(term: str, is_bar: bool) -> No
     assert ("Writing: 50 %" in shown) == (not is_bar)
     assert ("\x1b" in shown) == is_bar
     assert "Writing" in shown
-
-
-def test_the_bar_has_no_colours_where_none_are_wanted() -> None:
-    assert "\x1b[38" not in on_terminal({"TERM": "xterm", "NO_COLOR": "1"})
-    assert "\x1b[38" in on_terminal({"TERM": "xterm-256color"})
 
 
 def on_terminal(environment: dict[str, str]) -> str:

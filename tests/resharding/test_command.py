@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
 from tests.support.forked import typed
 from tests.support.published import check
 from tests.support.real_cases import FIXTURES
 from tests.support.train_runs import trained
 from zexport import ExportOptions, ReshardOptions, consolidate, open_checkpoint, reshard
-from zexport.cli.main import cli
 from zexport.errors import OutputError
 
 SOURCE = FIXTURES / "z3_w2_bf16" / "ckpt"
@@ -108,15 +105,6 @@ def test_an_older_result_is_replaced_and_one_that_training_went_on_in_is_not(
     (out / "global_step2" / "new.pt").touch()
     with pytest.raises(OutputError, match=r"found global_step2/new\.pt was added"):
         reshard(SOURCE, out, ReshardOptions(world_size=3, overwrite=True))
-
-
-def test_people_are_told_of_pieces_since_tensors_are_cut(tmp_path: Path) -> None:
-    """What the ranks hold of 21 tensors and their states."""
-    words = ("reshard", str(SOURCE), str(tmp_path / "on-3"), "-n", "3")
-    planned = CliRunner().invoke(cli, [*words, "--dry-run"]).output
-    assert "Tensors" not in planned
-    (pieces,) = re.findall(r"Pieces  +(\d+, for 3 ranks under ZeRO-3)", planned)
-    assert f"Pieces    {pieces}" in CliRunner().invoke(cli, words).output
 
 
 @pytest.mark.parametrize(

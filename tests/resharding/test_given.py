@@ -11,7 +11,6 @@ import pytest
 from tests.support.real_cases import FIXTURES
 from zexport import open_checkpoint
 from zexport.options import ReshardOptions
-from zexport.resharding.changes import describe_config_changes
 from zexport.resharding.plan import plan_reshard
 from zexport.resharding.settings import source_config
 
@@ -42,28 +41,6 @@ def test_what_cannot_be_meant_is_warned_of(
     tmp_path: Path, given: dict[str, Any], told: str
 ) -> None:
     assert told in _told(tmp_path, **given)
-
-
-def test_what_a_configuration_leaves_out_is_told_where_nobody_adds_it() -> None:
-    for given, is_complete, count in (({}, True, 3), ({}, False, 0), (_source(), True, 0)):
-        told = [*describe_config_changes(given, _source(), is_complete=is_complete)]
-        assert sum(text.count("to nothing") for text in told) == count
-
-
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        ({"scheduler": {"type": "WarmupDecayLR"}},
-         "scheduler changes from nothing to warmupdecaylr"),
-        ({"gradient_clipping": 0.001}, "gradient_clipping changes from nothing to 0.001"),
-        ({"gradient_clipping": 0, "optimizer": "auto"}, ""),
-    ],
-)  # fmt: skip
-def test_what_the_source_leaves_out_counts_as_what_it_says(
-    given: dict[str, Any], told: str
-) -> None:
-    warned = "; ".join(describe_config_changes(given, {}, is_complete=True))
-    assert told in warned if told else not warned
 
 
 def test_the_sources_own_configuration_is_not_warned_of(tmp_path: Path) -> None:

@@ -33,14 +33,14 @@ from zexport.errors import (
     OutputError,
     VerificationError,
 )
-from zexport.export.plan import ExportPlan, FilePlan, SideFile, TensorPlan
+from zexport.export.plan import ExportPlan, SideFile, TensorPlan
 from zexport.filenames import RECEIPTS
 from zexport.findings import Finding, FindingKind
 from zexport.formats.safetensors_file import SafetensorsFrame
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import Chain, Extent, Striped
 from zexport.ranges.ledger import Ledger
-from zexport.run import begin, finish, part
+from zexport.run import finish, part
 from zexport.run.execute import Phase, Progress, VerifyMode, run_plan
 from zexport.run.manifest import FileEntry, read_manifest
 from zexport.run.receipts import finished_files
@@ -147,17 +147,6 @@ def test_every_tensor_comes_out_as_torch_would_cast_it(
     plan = checkpoint(target=target, chunk_nbytes=chunk_nbytes, jobs=jobs)
     run_plan(plan)
     _assert_same(_loaded(plan.out_dir), _expected(target))
-
-
-def test_the_files_do_not_depend_on_chunks_or_threads(
-    checkpoint: Callable[..., ExportPlan], tmp_path: Path
-) -> None:
-    trees = []
-    for index, (jobs, chunk) in enumerate([(1, 1), (2, 7), (5, 64), (2, HUGE)]):
-        plan = checkpoint(tmp_path / str(index), DType.BF16, jobs=jobs, chunk_nbytes=chunk)
-        run_plan(plan)
-        trees.append(_tree(plan.out_dir))
-    assert all(tree == trees[0] for tree in trees)
 
 
 @pytest.mark.parametrize("chunk_nbytes", [7, HUGE])
@@ -282,13 +271,6 @@ def test_a_side_file_that_is_gone_is_refused(
     with pytest.raises(CheckpointError, match=r"t\.json: cannot be read: No such file"):
         run_plan(plan)
     assert not plan.out_dir.exists()
-
-
-def test_no_shards_at_all_is_a_folder_of_side_files(tmp_path: Path) -> None:
-    plan = export_plan(
-        tmp_path / "out", {}, [], side_files=(SideFile("config.json", content=b"{}"),)
-    )
-    assert run_plan(plan).files == ("config.json", "zexport_manifest.json")
 
 
 class _FaultyReader:
@@ -505,37 +487,6 @@ def test_a_file_system_that_refuses_a_write_is_an_output_error(tmp_path: Path) -
     assert not list(tmp_path.iterdir())
 
 
-def test_many_small_tensors_share_few_writes_and_are_seldom_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    values = _values(20_000)
-    file, (extent,) = save(tmp_path / "c" / "rank.pt", [values])
-    wanted = [
-        Wanted(f"t{i}", (2,), DType.F32, DType.BF16, Extent(file.path, extent.offset + i * 8, 8))
-        for i in range(10_000)
-    ]
-    plan = export_plan(tmp_path / "out", {"model.safetensors": wanted}, [file])
-    writes: list[int] = []
-    whole = os.pwrite
-
-    def pwrite(descriptor: int, data: memoryview, offset: int) -> int:
-        writes.append(offset)
-        return whole(descriptor, data, offset)
-
-    def counted(file: FilePlan) -> int:
-        counts.append(len(file.tensors))
-        return sum(tensor.nbytes for tensor in file.tensors)
-
-    counts: list[int] = []
-    monkeypatch.setattr(os, "pwrite", pwrite)
-    monkeypatch.setattr(FilePlan, "data_nbytes", property(counted))
-    run_plan(plan)
-    assert len(writes) < 10
-    assert 0 < len(counts) < 50
-    loaded = _loaded(plan.out_dir)
-    assert torch.equal(torch.cat([loaded[f"t{i}"] for i in range(10_000)]), values.bfloat16())
-
-
 def test_memory_does_not_grow_with_the_tensors(tmp_path: Path) -> None:
     """A tensor of 400 MB goes through a process that stays below 120."""
     (tmp_path / "c").mkdir()
@@ -563,22 +514,3 @@ def test_memory_does_not_grow_with_the_tensors(tmp_path: Path) -> None:
         [sys.executable, "-c", script], input=frozen, capture_output=True, check=True, timeout=120
     )
     assert int(done.stdout) < 120 * 1024
-
-
-def test_a_file_that_goes_while_others_are_noted_takes_no_other_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A run rotates its logs and half-written files beside what is copied."""
-    for name in ("a.json", "b.tmp", "c.json"):
-        (tmp_path / name).touch()
-    whole = begin.is_file
-
-    def is_file(path: Path) -> bool:
-        found = whole(path)
-        if path.suffix == ".tmp":
-            path.unlink()
-        return found
-
-    monkeypatch.setattr(begin, "is_file", is_file)
-    known = begin.versions_in([tmp_path, tmp_path / "absent"])
-    assert {path.name for path in known} == {"a.json", "c.json"}

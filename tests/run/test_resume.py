@@ -16,7 +16,7 @@ from zexport.export import plan_digest as digest
 from zexport.export.plan import ExportPlan
 from zexport.filenames import RECEIPTS
 from zexport.ranges.dtypes import DType
-from zexport.run.execute import Phase, Progress, VerifyMode, run_plan
+from zexport.run.execute import VerifyMode, run_plan
 from zexport.run.receipts import finished_files
 from zexport.run.verify import verify_export
 
@@ -198,16 +198,3 @@ def test_what_was_read_before_the_stop_is_proved_with_the_rest(plan: ExportPlan)
         run_plan(plan)
     assert not list(plan.out_dir.parent.glob("out*"))
     assert run_plan(plan).resumed == ()
-
-
-def test_progress_tells_what_is_resumed(plan: ExportPlan) -> None:
-    _stop(plan, 2)
-    told: list[Progress] = []
-    run_plan(plan, progress=told.append)
-    assert told[0].phase is Phase.RESUME
-    assert told[-1].nbytes_resumed == 2 * 8000 + 56
-    for phase in Phase:
-        done = [step.nbytes_done for step in told if step.phase is phase]
-        assert done == sorted(done)
-    assert told[-1].phase is Phase.VERIFY
-    assert told[-1].nbytes_done == told[-1].nbytes_total

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from zexport.export.plan import FilePlan, TensorPlan
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import Extent
-from zexport.run.shares import Stretch, divide
+from zexport.run.shares import divide
 
 _SIZES = st.lists(st.lists(st.integers(0, 50_000), max_size=6), min_size=1, max_size=4)
 
@@ -31,10 +31,6 @@ def _file(number: int, numels: Sequence[int], dtype: DType) -> FilePlan:
     return FilePlan(f"{number}.safetensors", bytes(8), tuple(tensors))
 
 
-def _nbytes(share: Sequence[Stretch]) -> int:
-    return sum(stretch.nbytes for stretch in share)
-
-
 @given(_SIZES, st.integers(1, 9))
 def test_shares_are_everything_once_and_in_order(numels: list[list[int]], count: int) -> None:
     files = _files(numels)
@@ -46,23 +42,3 @@ def test_shares_are_everything_once_and_in_order(numels: list[list[int]], count:
         assert own[-1].stop == file.data_nbytes
         assert all(one.stop == other.start for one, other in pairwise(own))
         assert all(stretch.start % 4 == 0 for stretch in own)
-
-
-@given(_SIZES, st.integers(2, 9))
-def test_shares_are_equal_but_for_a_fiftieth_and_an_element(
-    numels: list[list[int]], count: int
-) -> None:
-    shares = [_nbytes(share) for share in divide(_files(numels), count)]
-    mean = sum(shares) / count
-    assert max(abs(share - mean) for share in shares) <= 2 * (mean / 50 + 4)
-
-
-def test_a_share_ends_between_two_tensors_where_a_border_is_near() -> None:
-    first, second = divide(_files([[1000, 1010]]), 2)
-    assert (first[0].stop, second[0].start) == (4000, 4000)
-
-
-def test_a_tensor_larger_than_a_share_is_cut_between_two_elements() -> None:
-    shares = divide(_files([[9001]], DType.F64), 4)
-    assert [share[0].start % 8 for share in shares] == [0, 0, 0, 0]
-    assert [_nbytes(share) for share in shares] == [18000, 18000, 18000, 18008]

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from zexport.errors import OutputError
 from zexport.run.staging import staged_folder
-from zexport.store import publish
 from zexport.store.files import check_space, writing
 
 
@@ -207,41 +204,6 @@ def test_what_a_killed_process_left_is_cleared_away(tmp_path: Path) -> None:
     assert _names(tmp_path / "out") == ["file", "model.safetensors"]
 
 
-def test_what_could_not_be_cleared_away_is_cleared_away_by_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As after a second Ctrl-C while the first is being answered."""
-    with monkeypatch.context() as patch:
-        patch.setattr("shutil.rmtree", lambda *_, **__: None)
-        with pytest.raises(KeyError), staged_folder(tmp_path / "out", overwrite=False):
-            raise KeyError
-    assert _names(tmp_path) == ["out.partial", "out.partial.lock"]
-    _make(tmp_path / "out")
-    assert _names(tmp_path) == ["out"]
-
-
-def test_a_disk_without_locks_is_used_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def flock(*_: int) -> None:
-        raise OSError(38, "Function not implemented")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    _make(tmp_path / "out")
-    assert _names(tmp_path) == ["out"]
-
-
-def test_a_lock_that_fails_is_an_output_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def flock(*_: int) -> None:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.raises(OutputError, match="cannot be locked: Input/output error"):
-        _make(tmp_path / "out")
-
-
 def test_a_lock_removed_by_its_owner_is_taken_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,43 +219,6 @@ def test_a_lock_removed_by_its_owner_is_taken_anew(
     monkeypatch.setattr(fcntl, "flock", flock)
     _make(tmp_path / "out")
     assert rounds == [*[fcntl.LOCK_EX | fcntl.LOCK_NB] * 2, fcntl.LOCK_UN]
-
-
-def test_a_lock_that_nfs_keeps_under_another_name_is_taken_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """There a file that is removed while it is open is renamed, and keeps its link."""
-    whole = fcntl.flock
-    renamed: list[Path] = []
-
-    def flock(descriptor: int, operation: int) -> None:
-        if not renamed:
-            renamed.append((tmp_path / "out.partial.lock").rename(tmp_path / ".nfs01"))
-        whole(descriptor, operation)
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    with staged_folder(tmp_path / "out", overwrite=False) as folder:
-        assert (tmp_path / "out.partial.lock").exists()
-        (folder / "file").touch()
-
-
-def test_an_export_that_ends_as_another_begins_is_not_taken_for_the_users_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    partial, lock = tmp_path / "out.partial", tmp_path / "out.partial.lock"
-    partial.mkdir()
-    lock.touch()
-    whole = publish._taken
-
-    def after_the_other(*given: Any) -> int:
-        partial.rename(tmp_path / "out")
-        lock.unlink()
-        return whole(*given)
-
-    monkeypatch.setattr(publish, "_taken", after_the_other)
-    with publish.locked(tmp_path / "out"):
-        pass
-    assert _names(tmp_path) == ["out"]
 
 
 def test_a_lack_of_space_is_told_with_both_numbers(tmp_path: Path) -> None:
@@ -313,30 +238,6 @@ def test_a_folder_without_permission_is_refused(
     assert _names(tmp_path) == []
 
 
-def test_a_read_only_disk_is_called_so_by_what_the_user_knows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A lock that is there may be the cause, and is named."""
-    told = r"cannot be written: Read-only file system\. Choose a disk that is not read-only"
-    fixed = os.statvfs_result((*(1 for _ in range(8)), os.ST_RDONLY, 255))
-    with monkeypatch.context() as within:
-        within.setattr(os, "access", lambda *_: False)
-        within.setattr(os, "statvfs", lambda _: fixed)
-        with pytest.raises(OutputError, match=told):
-            _make(tmp_path / "out")
-
-    def refused(path: Path, *_: object) -> int:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
-
-    for place in ("out", "out.partial.lock"):
-        with monkeypatch.context() as within:
-            within.setattr(os, "open", refused)
-            with pytest.raises(OutputError, match=told) as caught, publish.locked(tmp_path / "out"):
-                pass
-        assert caught.value.path == tmp_path / place
-        (tmp_path / "out.partial.lock").write_text("a zexport export\n")
-
-
 @pytest.mark.parametrize("out", ["run/global_step3", "run/global_step3/out", "run", "."])
 def test_the_checkpoint_is_never_written_over(tmp_path: Path, out: str) -> None:
     source = tmp_path / "run" / "global_step3" / "rank.pt"
@@ -345,11 +246,6 @@ def test_the_checkpoint_is_never_written_over(tmp_path: Path, out: str) -> None:
     with pytest.raises(OutputError, match="would be mixed with the files that are read"):
         _make(tmp_path / out, overwrite=True, sources=[source])
     assert source.read_text() == "weights"
-
-
-def test_a_folder_beside_the_checkpoint_is_fine(tmp_path: Path) -> None:
-    source = tmp_path / "run" / "global_step3" / "rank.pt"
-    _make(tmp_path / "run" / "export", sources=[source])
 
 
 def test_a_base_model_may_have_an_export_below_it_but_not_in_its_place(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -277,14 +276,6 @@ def test_a_damaged_checkpoint_is_raised(plan: ExportPlan) -> None:
         verify_export(plan.out_dir, plan=changed)
 
 
-def test_a_model_of_one_shard_needs_no_index(tmp_path: Path) -> None:
-    file, (extent,) = save(tmp_path / "run" / "rank.pt", [torch.rand(8)])
-    wanted = [Wanted("a", (8,), DType.F32, DType.F32, extent)]
-    plan = export_plan(tmp_path / "out", {"model.safetensors": wanted}, [file])
-    run_plan(plan)
-    assert verify_export(plan.out_dir, plan=plan).ok
-
-
 def test_what_is_no_folder_is_told_for_what_it_is(plan: ExportPlan, tmp_path: Path) -> None:
     for path, words in (
         (tmp_path / "nope", "does not exist"),
@@ -292,47 +283,3 @@ def test_what_is_no_folder_is_told_for_what_it_is(plan: ExportPlan, tmp_path: Pa
     ):
         with pytest.raises(VerificationError, match=words):
             api.verify_export(path)
-
-
-@pytest.mark.parametrize("refusal", [PermissionError, FileNotFoundError])
-def test_a_part_that_may_not_be_read_or_vanishes_is_told(
-    plan: ExportPlan, monkeypatch: pytest.MonkeyPatch, refusal: type[OSError]
-) -> None:
-    (part := plan.out_dir / "part").mkdir()
-    whole = os.scandir
-
-    def scandir(path: Path | str) -> object:  # root may read anywhere
-        if str(path) == str(part):
-            raise refusal(13, "Permission denied", str(path))
-        return whole(path)
-
-    monkeypatch.setattr(os, "scandir", scandir)
-    with pytest.raises(VerificationError, match="cannot be read: Permission denied") as caught:
-        api.verify_export(plan.out_dir)
-    assert caught.value.path == part
-
-
-def test_a_folder_without_a_manifest_is_not_gone_into(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    deep = tmp_path / "runs" / "checkpoint" / "deep"  # runs may be seen, and no more
-    deep.mkdir(parents=True)
-    scandir = os.scandir
-    went = "went into"
-    monkeypatch.setattr(
-        os, "scandir", lambda path: pytest.fail(went) if deep == Path(path) else scandir(path)
-    )
-    assert [problem.file for problem in api.verify_export(tmp_path).problems] == [MANIFEST_NAME]
-
-
-def test_names_that_no_file_can_have_are_problems(plan: ExportPlan) -> None:
-    index, manifest = plan.out_dir / INDEX_NAME, plan.out_dir / MANIFEST_NAME
-    index.write_text(json.dumps({**INDEX, "weight_map": [[1, 2]]}))
-    assert "is not an index" in " ".join(p.problem for p in verify_export(plan.out_dir).problems)
-    entry = {"nbytes": 1, "blake3": ""}
-    long = f"{'x' * 300}.safetensors"
-    _edit_json(manifest, lambda table: table["files"].update({long: entry}))
-    found = verify_export(plan.out_dir).problems
-    assert Problem(long, "", "cannot be read: File name too long") in found
-    _edit_json(manifest, lambda table: table["files"].update({"\ud800": entry}))
-    assert [p.problem for p in verify_export(plan.out_dir).problems] == ["is not a manifest"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import chain
-from threading import Barrier
 
 from zexport.ranges.ahead import announced
 from zexport.store.blocks import Blocks, announcing, joined
@@ -48,29 +47,3 @@ def test_tensors_in_the_order_of_their_names_take_few_requests() -> None:
         assert sorted(chain.from_iterable(range(*one, _UNIT) for one in rank.fetched)) == [
             *range(0, _LAYERS * _UNIT, _UNIT)
         ]
-
-
-def test_of_small_ranges_many_are_fetched_at_a_time() -> None:
-    count, apart = 24, 1 << 20
-    together = Barrier(count, timeout=30)
-
-    def fetch(start: int, stop: int) -> memoryview:
-        together.wait()
-        return memoryview(bytes(stop - start))
-
-    blocks = Blocks(fetch)
-    blocks.expect((n * apart, n * apart + 64) for n in range(count))
-    assert blocks.read(0, memoryview(bytearray(64))) == 64
-    blocks.close()
-
-
-def test_a_range_before_a_waiting_one_is_fetched_with_it() -> None:
-    """Of what is announced last to first, too, each byte is fetched once."""
-    one, part = _Object(), memoryview(bytearray(_UNIT))
-    with announcing():
-        for n in (2, 1, 0, 1):
-            one.blocks.expect([(n * _UNIT, (n + 1) * _UNIT)])
-    for n in (2, 1, 0, 1):
-        one.blocks.read(n * _UNIT, part)
-        assert part[0] == n
-    assert one.fetched == [(0, 3 * _UNIT)]

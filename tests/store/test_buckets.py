@@ -21,8 +21,7 @@ from zexport.filenames import MANIFEST_NAME, RECEIPTS
 from zexport.options import Engine, ExportOptions
 from zexport.store import client, objects
 from zexport.store.address import Address, place
-from zexport.store.blocks import BLOCK_NBYTES, joined
-from zexport.store.folders import children, exists, is_folder, matching
+from zexport.store.folders import children
 
 _MODEL = Model([{f"layers.{n}.w": values((64, 48), n) for n in range(12)}], {"f": values((5,), 99)})
 FIXTURE = Path(__file__).parents[2] / "fixtures" / "z2_w2_bf16_groups" / "ckpt"
@@ -353,29 +352,6 @@ def test_an_address_never_becomes_a_path_of_this_machine() -> None:
     for wrong in ("s3://", "gs:///", "s3:///run/out", "s3://b/../c", "s3://b/a\tb"):
         with pytest.raises(UsageError, match="is no address"):
             place(wrong)
-
-
-def test_folders_of_a_bucket_are_what_names_have_in_common(server: Server) -> None:
-    for key in ("tree/a/1.txt", "tree/a/b/2.txt", "tree/c.bin"):
-        obstore.put(server.store, key, b"x")
-    top = place(f"s3://{BUCKET}/tree")
-    assert [one.name for one in children(top)] == ["a", "c.bin"]
-    assert matching(top, "*/*.txt") == [top / "a" / "1.txt"]
-    assert is_folder(top / "a")
-    assert not is_folder(top / "c.bin")
-    assert exists(top / "c.bin")
-    assert not exists(top / "d")
-    assert not is_folder(top / "a" / "1.txt")
-
-
-def test_ranges_are_joined_over_small_gaps_and_cut_where_they_are_long() -> None:
-    assert list(joined([(100, 200), (0, 100), (200 + 2**17, 300 + 2**17)])) == [
-        (0, 200, 200),
-        (200 + 2**17, 300 + 2**17, 100),
-    ]
-    cut = list(joined([(7, 7 + 3 * BLOCK_NBYTES)]))
-    assert [stop - start for start, stop, _ in cut] == [BLOCK_NBYTES] * 3
-    assert list(joined([(0, 10), (50, 60)])) == [(0, 60, 20)]
 
 
 def test_what_the_store_library_lacks_or_does_not_know_is_told(

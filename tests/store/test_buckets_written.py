@@ -12,7 +12,6 @@ from hashlib import sha256
 from itertools import count
 from pathlib import Path
 
-import boto3
 import obstore
 import pytest
 import torch
@@ -29,9 +28,7 @@ from zexport.options import ExportOptions, NameLayout, ReshardOptions
 from zexport.run import receipts
 from zexport.run.shares import Share
 from zexport.store import client, objects
-from zexport.store.address import Address, place
 from zexport.store.blocks import BLOCK_NBYTES
-from zexport.store.folders import children, is_folder
 
 _MODEL = Model([{f"layers.{n}.w": values((300, 300), n) for n in range(8)}])
 _REAL = Path(__file__).parents[2] / "fixtures" / "z2_w2_bf16_groups" / "ckpt"
@@ -253,34 +250,6 @@ def test_a_server_that_stops_for_good_is_told_and_nothing_looks_whole(
     assert zexport.verify_export(out, against=run).ok
 
 
-def test_an_upload_that_is_gone_is_not_told_as_an_object(
-    run: Path, out: str, server: Server
-) -> None:
-    """As where a bucket's rule has removed it meanwhile."""
-    gone = Answer("404 Not Found", "NoSuchUpload")
-    server.fault = lambda one: gone if one.method == "PUT" else None
-    told = "written: the store answers 404 Not Found, NoSuchUpload"
-    with pytest.raises(OutputError, match=told):
-        zexport.consolidate(run, out)
-
-
-@pytest.mark.parametrize("given", ["s3://no-such-bucket/model", f"s3://{BUCKET}/model"])
-def test_a_place_that_takes_nothing_is_refused_with_the_reason(
-    given: str, run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    told = "there is no such bucket"
-    if BUCKET in given:
-        told = "there are no credentials"
-        monkeypatch.setenv("HOME", str(tmp_path))
-        monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-        monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-        nobody = {"metadata_endpoint": "http://169.254.169.254:1", "connect_timeout": "1s"}
-        client.use_storage_options(nobody)
-    with pytest.raises(OutputError, match=told) as caught:
-        zexport.consolidate(run, given)
-    assert caught.value.exit_code == 6
-
-
 def test_a_killed_export_leaves_nothing_that_looks_whole(
     run: Path, out: str, name: str, server: Server
 ) -> None:
@@ -345,25 +314,6 @@ def test_what_somebody_edited_in_a_bucket_is_not_replaced(
     assert done.returncode == OutputError.exit_code
     assert "model.safetensors does not hold" in done.stderr
     assert server.get(name) == before
-
-
-def test_folders_in_which_all_is_deleted_are_nothing_of_a_bucket_with_versions(run: Path) -> None:
-    """This server lists them all the same, as the receipts' would be after each export."""
-    aws = boto3.client("s3")
-    aws.create_bucket(Bucket="versions")
-    enabled = {"Status": "Enabled"}
-    aws.put_bucket_versioning(Bucket="versions", VersioningConfiguration=enabled)
-    out, ranks = "s3://versions/model", "s3://versions/on-3"
-    zexport.consolidate(run, out)
-    assert [one.name for one in children(place(out)) if is_folder(one)] == [RECEIPTS]
-    with pytest.raises(OutputError, match="exists and is not empty"):
-        zexport.consolidate(run, out)
-    zexport.consolidate(run, out, _OVERWRITE)
-    assert zexport.verify_export(out, against=run).ok
-    for count_of_ranks in (3, 4):
-        options = ReshardOptions(world_size=count_of_ranks, overwrite=count_of_ranks == 4)
-        zexport.reshard(_REAL, ranks, options)
-    assert zexport.open_checkpoint(ranks).world_size == 4
 
 
 def test_of_two_exports_the_first_with_a_manifest_stands(
@@ -467,17 +417,6 @@ def test_parts_make_in_a_bucket_what_one_process_makes(
     assert not server.of("PUT")
     with pytest.raises(OutputError, match="no part of an export may empty it"):
         zexport.consolidate_part(run, out, Share(1, 3))
-
-
-def test_receipts_that_a_late_worker_left_do_not_open_a_finished_export_to_others(
-    run: Path, out: str, name: str, server: Server
-) -> None:
-    zexport.consolidate(run, out, _SHARDS)
-    made = server.get(name)
-    objects.put(Address(f"{out}/{RECEIPTS}/late.json"), b"{}")
-    with pytest.raises(OutputError, match="no part of an export may empty it"):
-        zexport.consolidate_part(run, out, Share(1, 2))
-    assert {key: content for key, content in server.get(name).items() if key in made} == made
 
 
 def test_parts_that_come_to_the_end_together_publish_once(

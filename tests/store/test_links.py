@@ -17,10 +17,9 @@ import zexport
 from tests.support.checkpoints import Run, save, small_model
 from zexport.checkpoint.open import open_checkpoint
 from zexport.cli.main import cli
-from zexport.errors import CheckpointError, OutputError, UnsafeError, ZexportError
+from zexport.errors import OutputError, UnsafeError, ZexportError
 from zexport.inspect.inspect import inspect_checkpoint
 from zexport.options import ExportOptions, NameLayout
-from zexport.store.boundary import Boundary
 
 TAG = "global_step2"
 RANK_0 = f"{TAG}/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
@@ -234,31 +233,6 @@ def test_links_in_a_circle_and_broken_ones_end_in_a_sentence(run: Path, tmp_path
     (run / RANK_0).symlink_to("nothing")
     with pytest.raises(ZexportError, match="optimizer states files of rank 0 are missing"):
         zexport.consolidate(run, tmp_path / "out", _options())
-
-
-def test_a_folder_below_a_tag_that_may_not_be_read_is_named(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (barred := run / TAG / "zero").mkdir()
-    scandir = os.scandir
-
-    def guarded(path: Path) -> object:
-        if path == barred:
-            raise PermissionError(13, "Permission denied", str(path))
-        return scandir(path)
-
-    monkeypatch.setattr(os, "scandir", guarded)
-    with pytest.raises(CheckpointError, match="Permission denied") as caught:
-        zexport.consolidate(run, tmp_path / "out", _options())
-    assert caught.value.path == barred
-
-
-def test_a_boundary_is_of_real_folders() -> None:
-    assert Boundary.of(Path("/a/models--o--n/snapshots/1")).holds(Path("/a/models--o--n/blobs/x"))
-    assert not Boundary.of(Path("/a/models--o--n/snapshots/1")).holds(
-        Path("/a/models--o--n/refs/x")
-    )
-    assert not Boundary.of(Path("/a/b")).holds(Path("/a/bc"))
 
 
 # --- what is no file at all ---

@@ -18,7 +18,6 @@ from zexport.ranges.digests import digest_file
 from zexport.ranges.extents import Extent
 from zexport.ranges.reader import SourceReader
 from zexport.store import retries
-from zexport.store.contents import write_durably
 from zexport.store.files import open_input, open_output
 from zexport.store.retries import PAUSES_SECONDS, steadily, synced
 
@@ -67,16 +66,6 @@ def test_a_full_disk_is_not_tried_again() -> None:
     with pytest.raises(OSError, match="No space left"):
         steadily(act)
     assert act.calls == 1
-
-
-def test_a_recovery_that_fails_for_a_moment_is_left_to_the_next_try() -> None:
-    act = Failing(lambda: "done", errno.ESTALE, 2)
-    assert steadily(act, recover=Failing(lambda: None, errno.ESTALE, 1)) == "done"
-    with pytest.raises(FileNotFoundError):
-        steadily(
-            Failing(lambda: "done", errno.ESTALE, 2),
-            recover=Failing(lambda: None, errno.ENOENT, 1),
-        )
 
 
 def test_a_failed_fsync_is_never_taken_for_a_success_by_a_second_one(tmp_path: Path) -> None:
@@ -196,16 +185,6 @@ def test_a_file_system_that_takes_no_room_beforehand_is_written_to_all_the_same(
     assert (tmp_path / "file").stat().st_size == 5
 
 
-def test_a_small_file_of_a_training_run_is_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", Failing(os.fsync, errno.EIO, 2))
-        steadily(lambda: write_durably(tmp_path / "latest", b"global_step3"))
-    assert (tmp_path / "latest").read_text() == "global_step3"
-    assert [path.name for path in tmp_path.iterdir()] == ["latest"]
-
-
 # --- reading again from the disk ---
 
 
@@ -236,16 +215,3 @@ def test_what_is_read_again_from_the_disk_is_not_in_memory_before(tmp_path: Path
     assert _pages_in_memory(path) == 0 or _is_in_memory_alone(tmp_path)
     digest_file(path)
     assert _pages_in_memory(path) == (1 << 20) // mmap.PAGESIZE
-
-
-def test_a_file_is_on_the_disk_before_the_system_is_asked_to_forget_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is not yet written out would be kept."""
-    (tmp_path / "file").write_bytes(b"x")
-    order: list[str] = []
-    monkeypatch.setattr(os, "fsync", lambda _: order.append("fsync"))
-    monkeypatch.setattr(os, "posix_fadvise", lambda *_: order.append("forget"))
-    with open_input(tmp_path / "file") as file:
-        file.forget()
-    assert order == ["fsync", "forget"]

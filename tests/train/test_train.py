@@ -20,12 +20,10 @@ from zexport.model.names_client import Learner, NamesClient
 from zexport.train.model import freeze
 from zexport.train.options import (
     TrainOptions,
-    TrainSummary,
     config_digest,
     read_ds_config,
     resumed,
     settled,
-    without_effect,
 )
 from zexport.train.rank_run import ds_config
 from zexport.train.sidecar import describe_source
@@ -109,12 +107,6 @@ class TestARun:
             "partitioned": True,
             "save_error": "",
         }
-
-    def test_reports_steps_on_stderr(self, plain: tuple[Path, Run]) -> None:
-        lines = plain[1].stderr.splitlines()
-        assert lines[0].startswith("step 1/12 loss 5.9")
-        assert lines[-1] == "saved global_step12"
-        assert len(lines) == 14
 
     def test_leaves_a_whole_checkpoint(self, plain: tuple[Path, Run]) -> None:
         out, _ = plain
@@ -372,20 +364,6 @@ def test_quiet_run_prints_nothing(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run" / "zexport_train.json").read_text())["dtype"] == "bf16"
 
 
-def test_options_that_change_nothing_are_told(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"max_position_embeddings": 64}')
-    theirs = {"optimizer": {"params": {"lr": 1e-4}}, "zero_optimisation": {}}
-    typed = {"hidden_size", "layers", "vocab_size", "seq_len"}
-    options = TrainOptions(out=tmp_path, model=tmp_path, seq_len=200, ds_config=theirs)
-    told = " ".join(without_effect(options, typed))
-    for word in ("--hidden-size", "--layers", "--vocab-size", "--seq-len 200 is more", "the lr of"):
-        assert word in told
-    assert "did you mean zero_optimization?" in told
-    assert not list(without_effect(TrainOptions(out=tmp_path), typed))
-    with pytest.raises(UsageError, match="contradicts --batch-size"):
-        settled(replace(options, ds_config={"train_micro_batch_size_per_gpu": 2}), {"batch_size"})
-
-
 def test_a_run_goes_on_with_the_config_that_it_began_with(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text('{"rms_norm_eps": 1e-6}')
@@ -470,15 +448,3 @@ class TestTheSidecar:
         names = Learner(source, NamesClient()).names(None, {})
         assert isinstance(names, ModelNames)
         assert names.layouts[0].shapes == told
-
-
-def test_a_summary_says_what_to_type_next(tmp_path: Path) -> None:
-    summary = TrainSummary(
-        out=tmp_path / "my run", tag="global_step4", steps=4, first_loss=6.0, last_loss=4.5,
-        checkpoints=("global_step4",), world_size=2, stage=3,
-    )  # fmt: skip
-    lines = summary.to_text().splitlines()
-    assert lines[0].endswith("loss 6.000 -> 4.500")
-    assert lines[1] == f"checkpoint: {tmp_path}/my run/global_step4"
-    assert lines[2] == f"next: zexport consolidate '{tmp_path}/my run' '{tmp_path}/my run-model'"
-    assert TrainSummary.from_json(summary.to_json()) == summary

@@ -24,9 +24,8 @@ from tests.support.train_runs import (
     trained,
 )
 from zexport.errors import CheckpointError, OutputError, TrainingError, UsageError
-from zexport.store.contents import write_durably
 from zexport.train.launch import failure_of
-from zexport.train.options import TrainOptions, check_free
+from zexport.train.options import check_free
 from zexport.train.save import cause_of, recorded_failures
 from zexport.train.worker import Failure
 
@@ -222,20 +221,6 @@ class TestRecordedFailures:
 
 
 class TestFiles:
-    def test_are_replaced_whole(self, tmp_path: Path) -> None:
-        path = tmp_path / "latest"
-        write_durably(path, b"global_step1")
-        write_durably(path, b"global_step2")
-        assert path.read_text() == "global_step2"
-        assert list(tmp_path.iterdir()) == [path]
-
-    def test_that_cannot_be_replaced_stay(self, tmp_path: Path) -> None:
-        path = tmp_path / "latest"
-        path.mkdir()
-        with pytest.raises(IsADirectoryError):
-            write_durably(path, b"global_step2")
-        assert list(tmp_path.iterdir()) == [path]
-
     def test_that_torch_could_not_write_tell_the_true_cause(self, tmp_path: Path) -> None:
         error = RuntimeError("unexpected pos 128 vs 22\nframe #0")
         assert cause_of(error, tmp_path / "no" / "file").endswith("No such file or directory")
@@ -248,12 +233,6 @@ class TestAFolderInUse:
         with pytest.raises(OutputError, match=r"is not empty.*--resume"):
             check_free(tmp_path)
 
-    def test_is_not_a_file(self, tmp_path: Path) -> None:
-        path = tmp_path / "run"
-        path.write_text("")
-        with pytest.raises(OutputError, match="is not a folder"):
-            check_free(path)
-
     def test_stops_the_command_before_torch_is_imported(self, tmp_path: Path) -> None:
         (tmp_path / "latest").write_text("global_step1")
         done = run(tmp_path)
@@ -262,21 +241,6 @@ class TestAFolderInUse:
 
 
 class TestTheCommandItself:
-    def test_names_the_extra_when_deepspeed_is_missing(self, tmp_path: Path) -> None:
-        (tmp_path / "sitecustomize.py").write_text(
-            "import importlib.machinery as machinery\n"
-            "find = machinery.PathFinder.find_spec\n"
-            "def find_spec(name, path=None, target=None):\n"
-            "    return None if name == 'deepspeed' else find(name, path, target)\n"
-            "machinery.PathFinder.find_spec = find_spec\n"
-        )
-        done = run(tmp_path / "run", PYTHONPATH=str(tmp_path))
-        assert done.status == UsageError.exit_code
-        assert done.stderr == (
-            "Error: zexport train needs deepspeed. "
-            "Type pip install '.[deepspeed]' in a clone of zexport.\n"
-        )
-
     @pytest.mark.parametrize(
         ("options", "problem"),
         [
@@ -298,8 +262,3 @@ class TestTheCommandItself:
         done = run(tmp_path / "run", "--world-size", 2, **rank)
         assert done.status == UsageError.exit_code
         assert "another number of ranks than the run has (found 3, expected 2)" in done.stderr
-
-
-def test_options_default_to_two_ranks_of_zero_three(tmp_path: Path) -> None:
-    options = TrainOptions(out=tmp_path)
-    assert (options.world_size, options.stage, options.dtype) == (2, 3, "bf16")

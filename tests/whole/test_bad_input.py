@@ -176,14 +176,6 @@ def test_an_output_with_something_in_it_is_not_touched(zero3: Path, tmp_path: Pa
     assert _tree(tmp_path) == before
 
 
-def test_overwrite_replaces_what_was_there(zero3: Path, tmp_path: Path) -> None:
-    (out := tmp_path / "out").mkdir()
-    (out / "pytorch_model.bin").write_text("gone")
-    zexport.consolidate(zero3, out, ExportOptions(overwrite=True))
-    assert not (out / "pytorch_model.bin").exists()
-    assert zexport.verify_export(out).ok
-
-
 def test_a_full_disk_is_noticed_before_anything_is_written(
     zero3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

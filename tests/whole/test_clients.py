@@ -185,15 +185,6 @@ def test_llama_cpp_converts_an_export_as_it_converts_the_live_models_folder(
         np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
-def test_llama_cpp_refuses_experts_under_their_names_in_memory(
-    exported: Callable[[str], Exported], tmp_path: Path
-) -> None:
-    root = exported("mixtral").out.parent / "ckpt"
-    options = zexport.ExportOptions(layout=zexport.NameLayout.MEMORY)
-    zexport.consolidate(root, tmp_path / "out", options)
-    assert not _converts_to_gguf(tmp_path / "out", tmp_path / "out.gguf")
-
-
 def test_lm_eval_scores_an_export_as_the_live_models_folder(
     exported: Callable[[str], Exported], tmp_path: Path
 ) -> None:

@@ -69,20 +69,6 @@ def test_it_gives_what_deepspeed_gives_and_what_deepspeed_loses(
 
 
 @pytest.mark.deepspeed
-@pytest.mark.parametrize("exclude_frozen", [False, True])
-@pytest.mark.parametrize("checkpoint", ["zero2", "zero3"])
-def test_names_order_types_values_and_sharing_are_deepspeeds(
-    checkpoint: str, request: pytest.FixtureRequest, exclude_frozen: bool
-) -> None:
-    root = request.getfixturevalue(checkpoint)
-    theirs = dict(deepspeed_state(root, exclude_frozen_parameters=exclude_frozen))
-    ours = eager(root, exclude_frozen_parameters=exclude_frozen)
-    assert list(ours) == list(theirs)
-    assert facts(ours) == facts(theirs)
-    assert sharing(ours) == sharing(theirs)
-
-
-@pytest.mark.deepspeed
 @pytest.mark.parametrize("checkpoint", ["zero2", "zero3"])
 def test_lazy_tensors_have_the_shapes_types_and_values_of_the_eager_ones(
     checkpoint: str, request: pytest.FixtureRequest

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -35,18 +33,6 @@ def agrees_with_deepspeed(folder: Path) -> bool:
     return trained <= read.keys() and all(
         torch.equal(value.float(), truth[name].float()) for name, value in read.items()
     )
-
-
-def test_every_folder_is_made_by_one_script_that_the_page_names() -> None:
-    page = (FIXTURES / "README.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `(make\w*)\.py` \|.*\| (.*) \|$", page, re.MULTILINE)
-    prefixes = {script: tuple(re.findall(r"`(\w+)`", names)) for script, names in rows}
-    assert prefixes.keys() == {path.stem for path in FIXTURES.glob("make*.py")}
-    cases = [(name, script) for script in prefixes for name in import_module(script).CASES]
-    assert sorted(name for name, _ in cases) == sorted(
-        p.parent.name for p in FIXTURES.glob("*/ckpt")
-    )
-    assert all(name.startswith(prefixes[script]) for name, script in cases)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -190,14 +190,3 @@ def test_a_training_environment_stays_as_it_is(built: Path, unnamed: Path, tmp_p
     said = environment.zexport("consolidate", unnamed, tmp_path / "model", status=2)
     assert "found: transformers 4.57.6\n  expected: transformers 5 or later" in said
     assert not (tmp_path / "model").exists()
-
-
-def test_each_extra_has_what_its_commands_need(bare: Environment) -> None:
-    code = "from importlib.metadata import requires; print(*requires('zexport'), sep='\\n')"
-    needed = [line for line in bare.python(code).splitlines() if "extra ==" in line]
-    extras: dict[str, set[str]] = {}
-    for line in needed:
-        extras.setdefault(line.rsplit('"', 2)[1], set()).add(line.partition(";")[0].split(">")[0])
-    assert extras["hub"] >= {"torch", "transformers"}
-    assert extras["deepspeed"] >= {"zexport[hub]", "deepspeed", "peft", "accelerate"}
-    assert extras["all"] == {"zexport[clients,cloud,deepspeed,ray,report]"}
