@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from tests.support import peft_models
 from tests.support.checkpoints import Model, Run, save, values
@@ -108,9 +114,25 @@ def wide() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, num_attention_heads=8, **sizes))
 
 
-@pytest.mark.parametrize("more", [{}, {"use_rslora": True}, {"use_dora": True}], ids=str)
-def test_merge_of_wide_matrices_equals_peft(more: dict[str, object], tmp_path: Path) -> None:
-    form = Form(wide, {"target_modules": ["q_proj", "down_proj", "gate_proj"], "r": 64, **more})
+def wide_conv1d() -> GPT2LMHeadModel:
+    return GPT2LMHeadModel(GPT2Config(n_embd=512, n_layer=1, n_head=8, vocab_size=50))
+
+
+WIDE = {"target_modules": ["q_proj", "down_proj", "gate_proj"], "r": 64}
+CONV1D = {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True, "r": 33}
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        Form(wide, WIDE),
+        Form(wide, {**WIDE, "use_rslora": True}),
+        Form(wide, {**WIDE, "use_dora": True}),
+        Form(wide_conv1d, {**CONV1D, "use_dora": True}),
+    ],
+    ids=["LoRA", "rsLoRA", "DoRA", "DoRA of Conv1D"],
+)
+def test_merge_of_wide_matrices_equals_peft(form: Form, tmp_path: Path) -> None:
     trained = peft_models.train(form, tmp_path, WITHOUT_BASE)
     wanted = merged_by_peft(trained, tmp_path / "peft")
     for dtype in ("fp32", "bf16"):

@@ -200,13 +200,15 @@ class Calculator:
             raise AssertionError("asked for the magnitude of an update that has none")
 
         def measure() -> Floats:
-            squares = np.zeros(update.columns, np.float64)
+            squares = np.zeros(update.columns, np.float32)
             step = _block_rows(update.columns)
             for begin in range(0, update.rows, step):
                 rows = self._merged(update, matrix, begin, min(begin + step, update.rows))
-                squares += np.einsum("ij,ij->j", rows, rows, dtype=np.float64)
+                block = rows * rows  # summed row by row in float32, as torch sums columns
+                block[0] += squares
+                squares = np.add.reduce(block, axis=0)
             wanted = self._floats(magnitude, 0, update.columns)
-            norms: Floats = np.sqrt(squares).astype(np.float32)
+            norms: Floats = np.sqrt(squares)
             with np.errstate(all="ignore"):
                 return np.divide(wanted, norms, dtype=np.float32)
 
