@@ -109,8 +109,6 @@ def _notes_on_choices(inputs: Inputs, folder: Folder) -> Iterator[str]:
         yield "--base changes nothing: the checkpoint has all weights and files that are exported"
     if options.base_dtype is not ExportDType.AUTO and inputs.mode is not AdapterMode.MERGE:
         yield "--base-dtype changes nothing: no adapter is merged"
-    if options.adapter_config is not None and inputs.mode is None:
-        yield "--adapter-config changes nothing: no adapter is exported"
 
 
 def _provenance(inputs: Inputs, folder: Folder, base: GivenBase | None) -> JsonObject:

@@ -49,7 +49,7 @@ from zexport.model.hub_cache import model_folder
 from zexport.model.names import ModelNames, NamesUnknown
 from zexport.model.names_client import Learner, NamesClient
 from zexport.model.token_ids import TokenId, file_ids
-from zexport.options import AdapterMode, ExportDType, ExportOptions, NameLayout
+from zexport.options import AdapterMode, ExportOptions, NameLayout
 from zexport.printable import some
 from zexport.ranges.replicas import CastReplica
 from zexport.store.files import reading
@@ -65,12 +65,10 @@ class Inputs(Struct, frozen=True):
     """All that a plan is decided from.
 
     Attributes:
-        files: the model files.
         model: the model and its weights after every rename, with an adapter merged if asked.
         base: the base's weights, by in-memory name.
         sources: the files that the plan may read.
         mode: keep or merge adapters; ``None`` for a checkpoint without any.
-        adapters: the adapters to export.
         saved: PEFT's own files next to the checkpoint, by adapter.
         gathered: copies of fp32 master weights next to the checkpoint.
         tokens: the highest token ids in the model files; ``base_tokens`` in the base's tokenizer.
@@ -248,8 +246,8 @@ def _base_name(config: AdapterConfig) -> BaseName:
 def _merged(inputs: Inputs, adapter: Adapter, learner: Learner) -> Inputs:
     """Merge an adapter: the model's weights are then as if the base itself had been trained."""
     checkpoint, options, config = inputs.checkpoint, inputs.options, inputs.files.config
-    weights, cast = inputs.model.weights, checkpoint.cast_dtype
-    dtype = DTYPES.get(options.base_dtype, cast)
+    weights = inputs.model.weights
+    dtype = DTYPES.get(options.base_dtype, checkpoint.cast_dtype)
     stored = weights_of_base(weights)
     names = learner.names(config, {**inputs.base.shapes, **stored.known_shapes})
     inputs = _with_base_check(inputs, names, stored, _base_name(adapter.config), config)
@@ -269,9 +267,6 @@ def _merged(inputs: Inputs, adapter: Adapter, learner: Learner) -> Inputs:
         base_tokens = tuple(file_ids({TOKENIZER: tokenizer} if is_file(tokenizer) else {}))
     described = (saved.description,) if saved is not None and saved.description else ()
     warnings, notes = (described, ()) if saved is None or not saved.is_of_step else ((), described)
-    if cast is not None and cast is not dtype and options.base_dtype is not ExportDType.AUTO:
-        differs = f"--base-dtype differs from {cast.torch_name}, the dtype of this run"
-        warnings = (*warnings, differs)
     rounded = ""
     if dtype is not None and base.tensors:
         rounded = f", whose weights are rounded to {dtype.torch_name}"

@@ -51,14 +51,11 @@ class Folder(Struct, frozen=True, kw_only=True):
     """Contents of an output folder, and what to report.
 
     Attributes:
-        shards: all files of tensors.
-        side_files: all other files except the manifest.
         written: every tensor that is written.
         loadable: whether transformers, or peft, loads it without missing or unexpected keys.
         tied: names that are not written, each to the written name that the model ties it to.
         from_base: written names whose weights come from the base model.
         heads: names of weights that the model class does not have.
-        mended: changes of config.json.
         label: which of the model's Hub layouts is used.
         base_files: names of the files that are copied from the base model.
     """

@@ -41,6 +41,8 @@ def to_hub(
             same = form.is_all_of(shapes)
             made[name] = tensors[same] if same else _joined(name, form, tensors, shapes)
     others = {layout.aliases.get(n, n): t for n, t in tensors.items() if n not in used}
+    if both := sorted(made.keys() & others.keys()):
+        raise UnsupportedError(f"two weights are {both[0]!r} on the Hub", hint=_KEEP_NAMES)
     return made | others
 
 

@@ -53,14 +53,7 @@ _EXPERTS_ORDER = ["down_proj", "gate_up_proj"]
 
 
 class _BaseModel(Struct, frozen=True):
-    """The base model of an adapter.
-
-    Attributes:
-        own: weights that the checkpoint has.
-        given: weights of ``--base``, as training had them.
-        tied: alias to name.
-        config: the adapter's.
-    """
+    """The base model: ``own`` weights of the checkpoint, ``given`` ones as training had them."""
 
     own: Tensors
     given: Base

@@ -37,14 +37,7 @@ _VALUE_HEADS = ("v_head", "value_head", "reward_head", "critic_head")
 
 
 class Model(Struct, frozen=True):
-    """The model of a checkpoint.
-
-    Attributes:
-        config: its config, with the class and sizes of the weights.
-        fit: the class's names compared with the weights.
-        weights: the class's weights.
-        heads: small weights that the class does not have, such as a value head.
-    """
+    """The model of a checkpoint; ``heads`` are small weights that its class does not have."""
 
     config: ConfigFile | None
     fit: Fit | NamesUnknown
@@ -108,7 +101,8 @@ def _fitted(
     """Return the config with the sizes of the weights, and its class's names compared with them."""
     fit = learner.fit(config, stored)
     if config is not None and isinstance(fit, Fit):
-        config = with_stored_sizes(config, fit, stored)
+        config, sizes = with_stored_sizes(config, fit, stored)
+        learner.resize(config, fit.model, sizes)
         fit = learner.fit(config, stored)
     return config, fit
 

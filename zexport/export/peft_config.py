@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from math import prod, sqrt
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 from msgspec import Struct, structs
@@ -139,7 +139,8 @@ class AdapterConfig(Struct, frozen=True):
 
     def rank_of(self, key: str) -> int | None:
         """Return the rank of the update of a module or parameter."""
-        return cast("int | None", self._by_pattern("rank_pattern", key, self.r))
+        rank = self._by_pattern("rank_pattern", key, self.r)
+        return rank if isinstance(rank, int) else None
 
     def scaling(self, key: str, rank: int) -> float:
         """Return the factor of the update of a module or parameter."""

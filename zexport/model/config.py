@@ -145,12 +145,15 @@ def _json_bytes(content: JsonObject) -> bytes:
     return text.encode(errors="backslashreplace")
 
 
-def with_stored_sizes(config: ConfigFile, fit: Fit, stored: Stored) -> ConfigFile:
-    """Return the config with the vocabulary and the number of labels of the weights.
+def with_stored_sizes(
+    config: ConfigFile, fit: Fit, stored: Stored
+) -> tuple[ConfigFile, dict[str, int]]:
+    """Return the config with the vocabulary and number of labels of the weights, and what changed.
 
     A config saved from ZeRO-3's placeholders states 0 for the vocabulary; one from before a resize
     states the old size. A size is changed if all weights that have it agree on another one.
     """
+    changed: dict[str, int] = {}
     for size, axes in fit.names.sizes.items():
         found, known = set(), set()
         for name, axis in axes.items():
@@ -160,8 +163,9 @@ def with_stored_sizes(config: ConfigFile, fit: Fit, stored: Stored) -> ConfigFil
                 resized = (*expected[:axis], shape[axis], *expected[axis + 1 :])
                 found.add(shape[axis] if shape == resized else expected[axis])
         if len(found) == 1 and not found <= known and max(found) <= _SIZES_MAX[size]:
-            config = config.with_size(size, found.pop())
-    return config
+            changed[size] = found.pop()
+            config = config.with_size(size, changed[size])
+    return config, changed
 
 
 _BUILT = re.compile(

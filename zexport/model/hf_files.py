@@ -75,9 +75,7 @@ class HfFiles(Struct, frozen=True):
         source: the sidecar that ``zexport train`` writes.
         copied: all other files, by their name in the output.
         missing: what no folder has, in words.
-        base: the base model's folder.
-        base_config: its config.
-        base_card: the metadata of its model card.
+        base_card: the metadata of the base's model card.
         folders: the folders that were searched, in order, with their names in messages.
     """
 
@@ -194,8 +192,9 @@ def warnings_on(files: HfFiles) -> Iterator[str]:
                     "checkpoint, or pass a model folder that has it with --base"
                 )
     for name, path in files.copied.items():
-        end = read_range(path, max(0, version(path).nbytes - 64), 64).rstrip()
-        if name.endswith(".json") and not end.endswith((b"}", b"]")):
+        is_json = name.endswith(".json")
+        end = read_range(path, max(0, version(path).nbytes - 64), 64) if is_json else b""
+        if is_json and not end.rstrip().endswith((b"}", b"]")):
             yield f"{name}: cut short, so loading it will fail. Copy the file again"
     above = files.above
     taken = [name for name, path in files.files.items() if path.parent == above]

@@ -99,6 +99,18 @@ class ModelNames(Struct, frozen=True, dict=True):
         }
         return {**layout.aliases, **unchanged}
 
+    def resized(self, sizes: Mapping[str, int]) -> ModelNames | None:
+        """Return the names with other ``sizes``; ``None`` if Hub names differ from these."""
+        if not self.hub_is_memory:
+            return None
+        shapes = dict(self.shapes)
+        for size, value in sizes.items():
+            for name, axis in self.sizes[size].items():
+                shapes[name] = (*shapes[name][:axis], value, *shapes[name][axis + 1 :])
+        (layout,) = self.layouts
+        tensors = {name: whole(name, shapes[name]) for name in layout.tensors}
+        return replace(self, shapes=shapes, layouts=(replace(layout, tensors=tensors),))
+
     def without_ties(self, aliases: frozenset[str]) -> ModelNames:
         """Return the same without declared ties whose values differ, which transformers unties."""
         return replace(self, tied={a: s for a, s in self.tied.items() if a not in aliases})
@@ -178,7 +190,6 @@ class Fit(Struct, frozen=True):
     model: ModelNames
     names: ModelNames
     prefix: str
-    is_saved_form: bool
     difference: Difference
 
 
@@ -188,7 +199,7 @@ def best_fit(names: ModelNames, stored: Stored) -> Fit:
     for prefix in wrapper_prefixes(stored):
         bare = {name.removeprefix(prefix): shape for name, shape in stored.items()}
         for form in _forms(names):
-            fits.append(Fit(names, form, prefix, form is not names, difference(form, bare)))
+            fits.append(Fit(names, form, prefix, difference(form, bare)))
             if not fits[-1].difference.count:
                 return fits[-1]
     return min(fits, key=lambda fit: fit.difference.count)

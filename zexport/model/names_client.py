@@ -96,6 +96,11 @@ class Learner:
         names = self.names(config, stored)
         return names if isinstance(names, NamesUnknown) else best_fit(names, stored)
 
+    def resize(self, config: ConfigFile, names: ModelNames, sizes: Mapping[str, int]) -> None:
+        """Learn the names of a config whose ``sizes`` were changed without asking, if possible."""
+        if (resized := names.resized(sizes)) is not None:
+            self._answers.setdefault(config.serialized(), [resized])
+
     def other_classes(self, config: ConfigFile) -> list[ModelNames]:
         """Return every class of the config's model type except the ones that it names."""
         found = self._candidates(config.with_architecture(None)) if self._recorded is None else []
