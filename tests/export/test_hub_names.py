@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.support.checkpoints import Model, Run, Tensors, save
@@ -152,6 +154,34 @@ def test_base_supplies_frozen_weights_under_its_own_names(
     export(root, tmp_path / "rest", "--exclude-frozen")
     rest = {name: value for name, value in expected.items() if part not in name}
     assert facts(files_of(tmp_path / "rest")) == facts(rest)
+
+
+def test_two_weights_with_one_hub_name_are_refused(tmp_path: Path) -> None:
+    model = live_model("mixtral")
+    name = next(name for name in saved(model, tmp_path / "hub") if ".experts.0." in name)
+    stray = replace(in_training(model), buffers={name: torch.ones(2)})
+    root = checkpoint_of(model, tmp_path / "run", trained=stray)
+    refused(root, tmp_path / "out", kind="unsupported", word=name)
+
+
+@pytest.mark.parametrize("vocab_size", [None, 40])
+@pytest.mark.parametrize("is_reward_model", [False, True])
+def test_transformers_is_asked_at_most_twice(
+    is_reward_model: bool, vocab_size: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the config is of another class, with other labels and another vocabulary."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = live_model("llama")
+    config = model.config.to_dict()
+    if is_reward_model:
+        own = type(model.config)(**{**config, "architectures": None, "num_labels": 1})
+        model = transformers.LlamaForSequenceClassification(own)
+    root = save(in_training(model), Run(), tmp_path / "run")
+    content = config | ({} if vocab_size is None else {"vocab_size": vocab_size})
+    (root / "config.json").write_text(json.dumps(content, default=str))
+    assert export(root, tmp_path / "out")["loadable"]
+    assert len([*(tmp_path / "cache").rglob("names-*.json")]) <= 1 + is_reward_model
+    assert facts(files_of(tmp_path / "out")) == facts(model.state_dict())
 
 
 def test_parts_of_one_tensor_in_two_dtypes_are_refused(tmp_path: Path) -> None:
