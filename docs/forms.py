@@ -12,14 +12,14 @@ from zexport.beside.events import WatchEvent
 from zexport.beside.prune import PruneReport
 from zexport.compare.diff import DiffReport
 from zexport.export.decide import Provenance
+from zexport.export.manifest import SCHEMA as MANIFEST_SCHEMA
+from zexport.export.manifest import Manifest
+from zexport.export.report import ExportReport, PartReport
 from zexport.export.summary import PlanSummary
+from zexport.export.verify import VerifyReport
 from zexport.report.failure import Failure
 from zexport.resharding.plan import ReshardProvenance
-from zexport.run.execute import ExportReport, PartReport
-from zexport.run.manifest import SCHEMA as MANIFEST_SCHEMA
-from zexport.run.manifest import Manifest
-from zexport.run.verify import VerifyReport
-from zexport.store.json import SCHEMA
+from zexport.storage.json import SCHEMA
 from zexport.train.options import TrainSummary
 
 _FORMS: dict[str, tuple[str, int, tuple[type, ...]]] = {

@@ -25,9 +25,16 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from zexport.api.compare import diff_models, diff_states
-    from zexport.api.export import consolidate, plan_export, plan_reshard, reshard, run_export
-    from zexport.api.parts import consolidate_part, finish_export, reshard_part
+    from zexport.api.export import (
+        consolidate,
+        consolidate_part,
+        finish_export,
+        plan_export,
+        plan_reshard,
+        reshard,
+        reshard_part,
+        run_export,
+    )
     from zexport.api.verify import verify_export
     from zexport.beside.choices import WatchOptions
     from zexport.beside.events import EventKind, WatchEvent
@@ -35,16 +42,25 @@ if TYPE_CHECKING:
     from zexport.beside.watch import watch
     from zexport.checkpoint.open import open_checkpoint
     from zexport.checkpoint.state import Role, StoredTensor, TrainingState
-    from zexport.compare.diff import DiffReport
+    from zexport.compare.diff import DiffReport, diff_models
+    from zexport.compare.states import diff_states
     from zexport.compare.tensor import Outcome, TensorDiff
     from zexport.compare.verdict import Cause
     from zexport.errors import ZexportError
     from zexport.export.plan import ExportPlan
-    from zexport.options import Engine, ExportDType, ExportOptions, NameLayout, ReshardOptions
-    from zexport.run.execute import ExportReport, PartReport, Progress, VerifyMode
-    from zexport.run.shares import Share
-    from zexport.run.verify import VerifyReport
-    from zexport.store.client import use_storage_options
+    from zexport.export.progress import Progress
+    from zexport.export.report import ExportReport, PartReport
+    from zexport.export.verify import VerifyReport
+    from zexport.export.write import VerifyMode
+    from zexport.options import (
+        Engine,
+        ExportDType,
+        ExportOptions,
+        NameLayout,
+        ReshardOptions,
+        Share,
+    )
+    from zexport.storage.client import use_storage_options
 
 __all__ = [
     "Cause",
@@ -93,9 +109,16 @@ __version__ = "0.1.0"
 
 # Names are imported when first used, so that `zexport --help` pays for none of them.
 _HOMES = {
-    "api.compare": ("diff_models", "diff_states"),
-    "api.export": ("consolidate", "plan_export", "plan_reshard", "reshard", "run_export"),
-    "api.parts": ("consolidate_part", "finish_export", "reshard_part"),
+    "api.export": (
+        "consolidate",
+        "consolidate_part",
+        "finish_export",
+        "plan_export",
+        "plan_reshard",
+        "reshard",
+        "reshard_part",
+        "run_export",
+    ),
     "api.verify": ("verify_export",),
     "beside.choices": ("WatchOptions",),
     "beside.events": ("EventKind", "WatchEvent"),
@@ -103,21 +126,24 @@ _HOMES = {
     "beside.watch": ("watch",),
     "checkpoint.state": ("Role", "StoredTensor", "TrainingState"),
     "checkpoint.open": ("open_checkpoint",),
-    "compare.diff": ("DiffReport",),
+    "compare.diff": ("DiffReport", "diff_models"),
+    "compare.states": ("diff_states",),
     "compare.tensor": ("Outcome", "TensorDiff"),
     "compare.verdict": ("Cause",),
     "errors": ("ZexportError",),
-    "run.execute": ("ExportReport", "PartReport", "Progress", "VerifyMode"),
     "export.plan": ("ExportPlan",),
-    "run.shares": ("Share",),
-    "run.verify": ("VerifyReport",),
-    "store.client": ("use_storage_options",),
+    "export.progress": ("Progress",),
+    "export.report": ("ExportReport", "PartReport"),
+    "export.verify": ("VerifyReport",),
+    "export.write": ("VerifyMode",),
+    "storage.client": ("use_storage_options",),
     "options": (
         "Engine",
         "ExportDType",
         "ExportOptions",
         "NameLayout",
         "ReshardOptions",
+        "Share",
     ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

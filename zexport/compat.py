@@ -35,8 +35,9 @@ from zexport.extras import to_install
 from zexport.filenames import WEIGHTS_IN_ORDER
 from zexport.printable import some
 from zexport.ranges.dtypes import DType
-from zexport.store.address import local_path, place
-from zexport.store.folders import is_file
+from zexport.storage.files import is_file, make_folder, write_durably
+from zexport.storage.local import copy_mode, rename
+from zexport.storage.location import local_path, place
 
 if TYPE_CHECKING:
     import torch
@@ -205,7 +206,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tensors, weights = _state(checkpoint, _widened, exclude_frozen=exclude_frozen_parameters)
     weights_name = "model.safetensors" if safe_serialization else "pytorch_model.bin"
     split = _split(tensors, weights_name, max_shard_size)
-    output_dir.mkdir(parents=True, exist_ok=True)
+    make_folder(output_dir)
     with TemporaryDirectory(dir=output_dir, prefix=".zexport-") as name:
         folder = Path(name)
         with _as_builtin(OSError), weights.reading() as reader:
@@ -216,9 +217,9 @@ def convert_zero_checkpoint_to_fp32_state_dict(
             filenames.append(f"{weights_name}.index.json")
             index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
             text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-            (folder / filenames[-1]).write_text(text, encoding="utf-8")
+            write_durably(folder / filenames[-1], text.encode())
         for filename in filenames:  # the index last
-            (folder / filename).replace(output_dir / filename)
+            rename(folder / filename, output_dir / filename)
     _warn_of_older(output_dir, filenames[-1])
 
 
@@ -335,7 +336,6 @@ def _save(shard: dict[str, torch.Tensor], path: Path) -> None:
         return
     first = {id(shard[name]): name for name in reversed(shard)}
     own = {n: t if first[id(t)] == n else t.clone() for n, t in shard.items()}
-    path.touch()
-    mode = path.stat().st_mode  # as the umask leaves it; safetensors lets the owner alone read
+    write_durably(empty := path.with_suffix(".mode"), b"")
     save_file(own, path, metadata={"format": "pt"})
-    path.chmod(mode)
+    copy_mode(path, empty)

@@ -6,7 +6,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from zexport.store.folders import matching
+from zexport.storage.files import matching
 
 _FROM, _WHERE = ".", "in a clone of zexport"
 """What pip installs; its name, and anywhere, once it is published."""

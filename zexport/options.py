@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from enum import Enum
 from functools import wraps
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, get_type_hints
 
 import msgspec
+from msgspec import Struct
 
 from zexport.errors import UsageError
 from zexport.findings import FindingKind
-from zexport.store.address import place
+from zexport.storage.location import place
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -256,3 +258,24 @@ class ReshardOptions:
     def __post_init__(self) -> None:
         """What fits no field is refused."""
         settle(self)
+
+
+class Share(Struct, frozen=True):
+    """Part ``number`` of ``count``, from 1: whole files, about equal in bytes."""
+
+    number: int = 1
+    count: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+    def select(self, sizes: Sequence[int]) -> list[int]:
+        """Return the numbers of its files: their middle byte is in its range of all bytes."""
+        ends = [*accumulate(sizes)]
+        total = max(ends[-1], 1) if ends else 1
+        own = []
+        for number, (nbytes, end) in enumerate(zip(sizes, ends, strict=True)):
+            middle = end - (nbytes + 1) // 2
+            if min(middle * self.count // total, self.count - 1) == self.number - 1:
+                own.append(number)
+        return own

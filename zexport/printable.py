@@ -16,9 +16,7 @@ _END = 400
 kept as well: a sentence says there what is wrong with the name before it."""
 
 
-_PLACE = re.compile(
-    r"(?<![\w.~/])(?:[a-z][a-z0-9+.-]+:/|~/|\.{1,2}/|/)[^\s'\",;()]*", re.IGNORECASE
-)
+_PLACE = r"(?i)(?<![\w.~/])(?:[a-z][a-z0-9+.-]+:/|~/|\.{1,2}/|/)[^\s'\",;()]*"
 """A path from a root or a working directory, or an address."""
 
 _EMPTY: tuple[object, ...] = ((), {}, frozenset())
@@ -51,7 +49,7 @@ def placeless(text: str) -> str:
 
     So it says the same wherever its files lie, and nothing of a machine.
     """
-    return _PLACE.sub(_last_names, text)
+    return re.sub(_PLACE, _last_names, text)
 
 
 def _last_names(place: re.Match[str]) -> str:

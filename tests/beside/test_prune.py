@@ -40,10 +40,10 @@ from zexport.errors import (
     VerificationError,
     ZexportError,
 )
+from zexport.export.manifest import read_manifest
 from zexport.findings import FindingKind
 from zexport.inspect.inspect import Outcome, inspect_checkpoint
 from zexport.options import ExportOptions
-from zexport.run.manifest import read_manifest
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 CASES = (
@@ -531,7 +531,7 @@ def test_a_checkpoint_that_its_run_removes_meanwhile_is_left_to_it(
 
     old = trainers_run(tmp_path / "run")
     consolidate(old, tmp_path / "out", AS_STORED)
-    whole = hollowing.move
+    whole = hollowing.rename_folder
 
     def as_the_run_removes(path: Path, name: Path) -> None:
         whole(path, name)
@@ -540,7 +540,7 @@ def test_a_checkpoint_that_its_run_removes_meanwhile_is_left_to_it(
         for file in name.glob("*/zero_pp_rank_0*model*"):
             file.unlink()
 
-    monkeypatch.setattr(hollowing, "move", as_the_run_removes)
+    monkeypatch.setattr(hollowing, "rename_folder", as_the_run_removes)
     with pytest.raises(CheckpointError, match="by its run meanwhile"):
         prune(old, tmp_path / "out")
     assert old.exists()
@@ -555,13 +555,13 @@ def test_a_checkpoint_that_its_run_removes_while_it_is_staged_leaves_nothing(
     run = tmp_path / "run"
     old = trainers_run(run)
     consolidate(old, tmp_path / "out")
-    fill = hollowing.fill
+    fill = hollowing._fill
 
     def as_the_run_removes(*given: Any) -> None:
         fill(*given)
         shutil.rmtree(old)
 
-    monkeypatch.setattr(hollowing, "fill", as_the_run_removes)
+    monkeypatch.setattr(hollowing, "_fill", as_the_run_removes)
     with pytest.raises(CheckpointError, match="No such file"):
         prune(old, tmp_path / "out")
     assert [path.name for path in run.iterdir()] == ["checkpoint-4"]

@@ -28,8 +28,8 @@ from zexport.beside.events import EventKind
 from zexport.beside.jobs import Job, start_export, told_by
 from zexport.errors import CheckpointError, NotACheckpointError, OutputError, UsageError
 from zexport.options import ExportOptions
-from zexport.store.boundary import Boundary
-from zexport.store.publish import is_being_written
+from zexport.storage.locks import is_being_written
+from zexport.storage.symlink_policy import Boundary
 
 ONCE = WatchOptions(once=True)
 OFTEN = WatchOptions(interval_s=0.1)
@@ -318,7 +318,7 @@ def test_an_edited_export_is_left_and_reported_until_it_is_removed(tmp_path: Pat
     for _ in range(2):
         done = typed(*words)
         assert done.returncode == OutputError.exit_code
-        assert "model.safetensors does not hold" in done.stdout
+        assert "model.safetensors does not contain" in done.stdout
         assert _files(outs / "checkpoint-2") == before
     shutil.rmtree(outs / "checkpoint-2")
     assert typed(*words).returncode == 0

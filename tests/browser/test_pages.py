@@ -10,7 +10,6 @@ import torch
 from click.testing import CliRunner
 from selenium.webdriver import Chrome, ChromeOptions
 from selenium.webdriver.chrome.service import Service
-from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 
@@ -82,37 +81,6 @@ def test_a_row_opens_its_tensor_and_tells_where_its_bytes_lie(
     assert all(line.endswith(": 8,448 bytes") for line in places)
 
 
-def test_a_strip_names_what_is_under_the_pointer_and_opens_it(
-    browser: Chrome, tmp_path: Path
-) -> None:
-    shown(browser, tmp_path / "p.html", "inspect", str(A))
-    strips = browser.find_element(By.ID, "strips")
-    near_the_end = strips.size["width"] // 2 - 20
-    ActionChains(browser).move_to_element_with_offset(
-        strips, near_the_end, 5 - strips.size["height"] // 2
-    ).perform()
-    assert text(browser, "place").startswith("lm_head.weight - bf16_zero_pp_rank_0")
-    ActionChains(browser).click().perform()
-    assert text(browser, "detail").startswith("lm_head.weight")
-
-
-def test_a_box_filters_by_its_module_and_a_heading_sorts(browser: Chrome, tmp_path: Path) -> None:
-    shown(browser, tmp_path / "p.html", "inspect", str(A))
-    box = browser.find_element(By.CSS_SELECTOR, "g[data-name='model.layers.1.mlp.up_proj'] rect")
-    ActionChains(browser).click(box).perform()
-    assert text(browser, "count") == "1 of 21"
-    browser.execute_script(
-        "arguments[0].value = ''; arguments[0].dispatchEvent(new Event('input'))",
-        browser.find_element(By.ID, "filter"),
-    )
-    heads = browser.find_elements(By.CSS_SELECTOR, "#tensors th")
-    next(head for head in heads if head.text == "Elements").click()
-    assert {row.text.split()[0] for row in rows(browser)[:2]} == {
-        "lm_head.weight",
-        "model.embed_tokens.weight",
-    }
-
-
 def test_a_difference_is_shown_in_the_same_pictures(browser: Chrome, tmp_path: Path) -> None:
     shown(browser, tmp_path / "d.html", "diff", str(A), str(B))
     assert len(browser.find_elements(By.CSS_SELECTOR, "#strips use")) == 4
@@ -130,20 +98,3 @@ def test_names_that_would_be_markup_run_nothing(browser: Chrome, tmp_path: Path)
     assert text(browser, "detail").startswith(name)
     assert "taken" not in browser.title
     assert not browser.find_elements(By.TAG_NAME, "img")
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_stands_out_from_its_ground_by_day_and_night(
-    browser: Chrome, tmp_path: Path, scheme: str
-) -> None:
-    browser.execute_cdp_cmd(
-        "Emulation.setEmulatedMedia",
-        {"features": [{"name": "prefers-color-scheme", "value": scheme}]},
-    )
-    shown(browser, tmp_path / "p.html", "inspect", str(A))
-    colors = browser.execute_script(
-        "const s = getComputedStyle(document.body); return [s.color, s.backgroundColor]"
-    )
-    fore, back = (sum(map(int, c[4:-1].split(","))) for c in colors)
-    assert abs(fore - back) > 400
-    assert (fore > back) == (scheme == "dark")

@@ -14,12 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from tests.support.pruning import trainers_run
 from zexport import verify_export
-from zexport.beside.jobs import Job
 from zexport.callbacks.exports import Exports
 from zexport.errors import NotACheckpointError, UsageError
 
@@ -76,26 +73,6 @@ def test_a_watch_that_was_killed_is_told_of_and_another_does_its_work(
     exports.collect()
     assert any("ended with code -9" in line for line in caplog.messages)
     assert verify_export(tmp_path / "out" / "checkpoint-2").ok
-
-
-def test_of_a_command_that_failed_its_own_words_are_told_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    run = tmp_path / "run"
-    exports = Exports(
-        tmp_path / "out", then="sh -c 'echo of $0 >&2; exit 9' {step}", interval_s=0.05
-    )
-    deadline = time.monotonic() + 120
-    for step in (2, 4):
-        trainers_run(run, steps=(step,))
-        before = len(caplog.messages)
-        while not any("ended with code 9" in line for line in caplog.messages[before:]):
-            assert time.monotonic() < deadline
-            exports.begin(run)
-            time.sleep(0.1)
-    exports.collect()
-    told = [line for line in caplog.messages if "ended with code 9" in line]
-    assert [line.splitlines()[1:] for line in told] == [["of 2"], ["of 4"]]
 
 
 def test_a_training_of_several_ranks_waits_for_nothing_and_hears_what_happens(
@@ -180,34 +157,6 @@ def test_the_end_of_a_training_is_seen_though_its_workers_live_on(
     assert not any("go on by themselves" in line for line in caplog.messages)
 
 
-def test_what_python_gave_is_all_that_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Variables beat no default: those of the trainer's own environment set nothing here."""
-    for name, value in {"KEEP": "1", "DTYPE": "fp16", "EVERY": "3"}.items():
-        monkeypatch.setenv(f"ZEXPORT_WATCH_{name}", value)
-    monkeypatch.setenv("ZEXPORT_CONSOLIDATE_DTYPE", "fp16")
-    run, out = tmp_path / "run", tmp_path / "out"
-    trainers_run(run)
-    exports = Exports(out, newest_only=False, interval_s=0.05)
-    exports.begin(run)
-    exports.collect()
-    for step in (2, 4):
-        exported = load_file(out / f"checkpoint-{step}" / "model.safetensors")
-        assert {one.dtype for one in exported.values()} >= {torch.float32}
-        assert not {one.dtype for one in exported.values()} & {torch.float16}
-
-
-def test_a_training_that_saves_no_rank_files_hears_that_nothing_was_exported(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "run" / "checkpoint-2").mkdir(parents=True)
-    exports = Exports(tmp_path / "out", interval_s=0.05, collect_s=60)
-    exports.begin(tmp_path / "run")
-    exports.collect()
-    assert any("holds no ZeRO checkpoint" in line for line in caplog.messages)
-
-
 def test_an_option_that_cannot_be_meant_is_refused_before_the_training_begins() -> None:
     with pytest.raises(UsageError, match="program not found"):
         Exports("models", then="no-such {}")
@@ -217,29 +166,3 @@ def test_an_option_that_cannot_be_meant_is_refused_before_the_training_begins() 
         Exports("models", keep=True)
     with pytest.raises(TypeError, match="quickly"):
         Exports("models", quickly=True)
-
-
-def test_the_end_of_a_training_raises_nothing_where_the_run_cannot_be_read(
-    tmp_path: Path,
-) -> None:
-    callback = Exports(tmp_path / "out")
-    callback.begin(tmp_path / ("n" * 300))
-    callback.collect()
-
-
-def test_no_rank_waits_where_an_error_ends_its_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "run").mkdir()
-    callback = Exports(tmp_path / "out", collect_s=600)
-    callback.begin(tmp_path / "run")
-    callback.end(2)
-    waits: list[float] = []
-    job = callback._job
-    assert job is not None
-    with monkeypatch.context() as ending:
-        ending.setattr(Job, "wait", lambda _, seconds: waits.append(seconds))
-        ending.setattr(sys, "last_value", RuntimeError(), raising=False)
-        callback._at_exit()
-    job.end()
-    assert waits == [0, 0.0]

@@ -130,17 +130,6 @@ def test_every_tensor_has_the_name_of_the_parameters_once(
     assert checkpoint.left_out == ()
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("wrapped", [_layers_wrapped, _all_wrapped])
-def test_every_master_is_held_against_the_modules_copy(
-    stage: int, wrapped: Any, tmp_path: Path
-) -> None:
-    module = wrapped()
-    checkpoint = open_checkpoint(_save(module, Run(stage=stage), tmp_path))
-    trained = {n for n, parameter in module.named_parameters() if parameter.requires_grad}
-    assert {replica.name for replica in checkpoint.replicas} == trained
-
-
 @_STAGES
 def test_layout_memory_writes_the_live_weights_once_under_the_wrapped_names(
     stage: int, tmp_path: Path
@@ -214,17 +203,3 @@ def test_an_adapter_on_wrapped_layers_has_pefts_names(
     one, other = (load_file(tmp_path / o / f"{file}.safetensors") for o in ("plain", "wrapped"))
     assert one.keys() == other.keys()
     assert all(value.equal(other[name]) for name, value in one.items())
-
-
-@pytest.mark.parametrize("layout", [NameLayout.MEMORY, NameLayout.HUB])
-def test_without_a_config_and_in_memory_the_stored_names_are_kept(
-    layout: NameLayout, tmp_path: Path
-) -> None:
-    module = _layers_wrapped()
-    plan = zexport.plan_export(
-        open_checkpoint(_save(module, Run(stage=2), tmp_path)),
-        tmp_path / "out",
-        ExportOptions(layout=layout),
-    )
-    names = {tensor.name for shard in plan.shards for tensor in shard.tensors}
-    assert names == {*dict(module.named_parameters()), *dict(module.named_buffers())}

@@ -169,7 +169,6 @@ STATES = [
         (Z2, edit(MODEL, lambda s, x=x: s["param_shapes"][0].update(x=x)), D, "param_shapes")
         for x in ([-1], [1] * 65, [2**62, 2], [True], [2.0], "12")
     ),
-    (Z2, edit(MODEL, lambda s: s["param_shapes"][0].update({3: [1]})), D, "param_shapes"),
     (Z2, update(MODEL, buffer_names=[3]), D, "buffer_names"),
     (Z2, edit(MODEL, lambda s: s["module"].update(w=io.BytesIO())), X, "module"),
     (Z2, update(MODEL, shared_params={"a": io.BytesIO()}), X, "shared_params"),

@@ -13,7 +13,6 @@ import pytest
 from tests.support.checkpoints import Run, save, small_model
 from tests.support.forked import typed
 from zexport import open_checkpoint
-from zexport.resharding.folders import Ranks, beside
 
 TAG = "global_step2"
 PAST = [{"grad_norm": 1.1, "step": 1, "loss": 4.0}, {"step": 2, "loss": float("nan")}]
@@ -76,28 +75,7 @@ def rename_tag(root: Path, name: str) -> None:
     (root / "latest").write_text(name)
 
 
-@pytest.mark.parametrize("saved", [{"global_step": "2"}, {}])
-def test_names_without_a_step_cause_no_warning(saved: dict[str, object], root: Path) -> None:
-    rename_tag(root, "final")
-    (root / "trainer_state.json").write_text(json.dumps(saved))
-    assert not open_checkpoint(root.rename(root.parent / "epoch_7")).warnings
-
-
-def test_nodes_may_log_their_own_times_and_losses(root: Path) -> None:
-    own: dict[str, object] = {"eval_runtime": 9.5, "train_samples_per_second": 3, "ce_loss": 1.31}
-    times = [{"step": 0, "ce_loss": 1.3}, *(one | own for one in PAST)]
-    opened = open_checkpoint([root, add_node(root, log_history=times)])
-    assert (opened.warnings, opened.notes) == ((), ())
-
-
 def test_nodes_that_logged_another_loss_cause_a_warning(root: Path) -> None:
     node = add_node(root, log_history=[PAST[0] | {"loss": 9.5}])
     (warning,) = open_checkpoint([root, node]).warnings
     assert "another loss at step 1 (9.5)" in warning
-
-
-def test_random_states_of_another_run_are_not_resharded(root: Path) -> None:
-    (root / "rng_state_3.pth").touch()
-    found = beside(open_checkpoint(root).location, Ranks(2, 4), 2, 2)
-    names = [one.filename for one in found.files if "rng" in one.filename]
-    assert names == ["rng_state_0.pth", "rng_state_1.pth"]

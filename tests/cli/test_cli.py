@@ -112,20 +112,6 @@ def test_an_export_holds_the_live_weights_and_says_so_on_stdout(tmp_path: Path) 
     assert all(torch.equal(exported[name], truth[name]) for name in truth)
 
 
-def test_every_command_prints_one_json_object(tmp_path: Path) -> None:
-    exported = result("consolidate", ZERO3, tmp_path / "model")
-    assert (exported["schema"], exported["tensors"], exported["loadable"]) == (2, 21, True)
-    assert result("inspect", ZERO3)["verdict"]["exportable"] is True
-    verified = result("verify", tmp_path / "model", "--against", ZERO3)
-    assert (verified["ok"], verified["against_checkpoint"]) == (True, True)
-
-
-def test_quiet_json_is_still_the_result(tmp_path: Path) -> None:
-    done = run("consolidate", ZERO3, tmp_path / "model", "-q", "--json")
-    assert json.loads(done.stdout)["tensors"] == 21
-    assert done.stderr == ""
-
-
 def test_json_progress_is_lines_on_stderr_that_end_at_the_total(tmp_path: Path) -> None:
     done = run("consolidate", ZERO3, tmp_path / "model", "--progress", "json", "--json")
     assert json.loads(done.stdout)["tensors"] == 21
@@ -157,16 +143,6 @@ def test_overwrite_replaces_the_folder_as_a_whole(tmp_path: Path) -> None:
     assert not (out / "pytorch_model.bin").exists()
     assert (out / "model.safetensors").is_file()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
-
-
-def test_overwrite_removes_nothing_but_a_model(tmp_path: Path) -> None:
-    out = tmp_path / "model"
-    out.mkdir()
-    (out / "thesis.tex").write_text("years")
-    done = run("consolidate", ZERO3, out, "--overwrite")
-    assert done.returncode == 6
-    assert "found: thesis.tex" in done.stderr
-    assert (out / "thesis.tex").read_text() == "years"
 
 
 # --- settings ---
@@ -236,12 +212,6 @@ def test_several_tags_without_latest_end_with_2_and_are_listed(
     assert run("consolidate", checkpoint, tmp_path / "model", *chosen).returncode == 0
 
 
-def test_too_little_memory_ends_with_2_before_anything_is_written(tmp_path: Path) -> None:
-    words = ("consolidate", ZERO3, tmp_path / "model", "--max-memory", "1MB")
-    refused(2, "memory_limit", *words)
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize(
     "words",
     [
@@ -274,38 +244,6 @@ def test_a_missing_rank_ends_with_3_and_names_the_file_to_fetch(
     missing = result("inspect", checkpoint)["checkpoint"]["missing"]
     assert missing["optimizer_ranks"] == [1]
     assert missing["files"] == [lost.name]
-
-
-def test_frozen_weights_that_were_left_out_end_with_3_and_name_the_way_on(
-    tmp_path: Path,
-) -> None:
-    checkpoint = shutil.copytree(FIXTURES / "z3_w2_bf16_frozen" / "ckpt", tmp_path / "checkpoint")
-    for path in (checkpoint / TAG).glob("*_model_states.pt"):
-        edit(path, without_frozen)
-    error = refused(3, "frozen_left_out", "consolidate", checkpoint, tmp_path / "model")
-    assert "--base" in error["hint"]
-    words = ("consolidate", checkpoint, tmp_path / "model", "--exclude-frozen")
-    assert run(*words).returncode == 0
-
-
-def without_frozen(state: dict[str, Any]) -> None:
-    """As ``exclude_frozen_parameters=True`` saves it."""
-    for name in state["frozen_param_shapes"]:
-        del state["module"][name]
-    state["frozen_param_shapes"] = state["frozen_param_fragments"] = None
-
-
-def test_masters_swapped_to_nvme_end_with_4(checkpoint: Path, tmp_path: Path) -> None:
-    for rank in range(2):
-        edit(optimizer_file(checkpoint, rank), without_masters)
-    (checkpoint / TAG / "offloaded_tensors").mkdir()
-    error = refused(4, "unsupported", "consolidate", checkpoint, tmp_path / "model")
-    assert "NVMe" in error["message"]
-
-
-def without_masters(state: dict[str, Any]) -> None:
-    groups = state["optimizer_state_dict"]["fp32_flat_groups"]
-    groups[:] = [torch.empty(0) for _ in groups]
 
 
 def test_code_in_place_of_a_weight_ends_with_5_and_does_not_run(
@@ -355,12 +293,6 @@ def test_another_checkpoint_ends_with_7_and_names_the_tensors_that_differ(model:
     assert {problem["tensor"] for problem in json.loads(done.stdout)["problems"]} == differing
 
 
-def test_no_export_to_verify_ends_with_7(tmp_path: Path) -> None:
-    done = run("verify", tmp_path)
-    assert done.returncode == 7
-    assert "zexport_manifest.json" in done.stdout + done.stderr
-
-
 # --- interruptions ---
 
 
@@ -400,18 +332,6 @@ def test_an_interrupted_export_ends_with_130_in_one_line_and_leaves_nothing(
     said = [line for line in err.split("\n") if not line.startswith("{")]
     assert (process.returncode, out, said) == (130, "", ["Interrupted.", ""])
     assert sorted(tmp_path.iterdir()) == before
-
-
-def test_a_killed_export_leaves_nothing_that_looks_finished_and_a_rerun_clears_it(
-    large: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "model"
-    with writing(large, out) as process:
-        process.kill()
-        assert process.wait(LIMIT_S) == -signal.SIGKILL
-    assert not out.exists()
-    assert run("consolidate", ZERO3, out).returncode == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["large", "model"]
 
 
 def test_a_reader_that_leaves_early_ends_it_quietly(tmp_path: Path) -> None:
@@ -486,60 +406,3 @@ def test_a_plain_export_imports_no_framework_and_asks_no_other_process(
     words = ("consolidate", checkpoint, tmp_path / "model", *extra)
     assert not imported(*words, XDG_CACHE_HOME=str(cache)) & {*HEAVY}
     assert not cache.exists()
-
-
-@pytest.fixture
-def without_deepspeed(tmp_path: Path) -> dict[str, str]:
-    """An environment in which Python finds no deepspeed."""
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(
-        "import sys\n"
-        "from importlib.machinery import PathFinder\n"
-        "class Finder(PathFinder):\n"
-        "    @classmethod\n"
-        "    def find_spec(cls, name, path=None, target=None):\n"
-        "        hidden = name.partition('.')[0] == 'deepspeed'\n"
-        "        return None if hidden else super().find_spec(name, path, target)\n"
-        "sys.meta_path = [Finder if f is PathFinder else f for f in sys.meta_path]\n"
-    )
-    return {"PYTHONPATH": str(tmp_path / "site")}
-
-
-def test_training_without_deepspeed_ends_with_2_and_what_to_install(
-    tmp_path: Path, without_deepspeed: dict[str, str]
-) -> None:
-    done = run("train", tmp_path / "run", **without_deepspeed)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.count("\n") == 1
-    assert "pip install '.[deepspeed]'" in done.stderr
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-def test_the_deepspeed_engine_without_deepspeed_ends_with_2_and_what_to_install(
-    tmp_path: Path, without_deepspeed: dict[str, str]
-) -> None:
-    words = ("consolidate", ZERO3, tmp_path / "model", "--engine", "deepspeed")
-    done = run(*words, **without_deepspeed)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "found: No module named 'deepspeed'" in done.stderr
-    assert "pip install '.[deepspeed]'" in done.stderr
-    assert not (tmp_path / "model").exists()
-
-
-def test_everything_else_does_without_deepspeed(
-    tmp_path: Path, without_deepspeed: dict[str, str]
-) -> None:
-    out = tmp_path / "model"
-    for words in (("inspect", ZERO3), ("consolidate", ZERO3, out), ("verify", out)):
-        assert run(*words, **without_deepspeed).returncode == 0
-
-
-@pytest.mark.deepspeed
-@pytest.mark.slow
-def test_what_deepspeed_itself_cannot_rebuild_ends_with_4(tmp_path: Path) -> None:
-    checkpoint = FIXTURES / "z1_w2_bf16opt" / "ckpt"
-    words = ("consolidate", checkpoint, tmp_path / "model", "--engine", "deepspeed")
-    error = refused(4, "unsupported", *words)
-    assert "--engine native" in error["hint"]
-    assert run("consolidate", checkpoint, tmp_path / "model").returncode == 0

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-from io import BufferedWriter
 from pathlib import Path
-from threading import Thread
 
 import pytest
 
 from zexport import verify_export
-from zexport.cli.streams import _Notes, _Results
 
 ZERO3 = Path(__file__).parents[2] / "fixtures" / "z3_w2_bf16" / "ckpt"
 
@@ -75,51 +71,3 @@ def test_a_failure_that_cannot_be_told_keeps_its_exit_code(tmp_path: Path) -> No
         done = run('inspect "$CKPT" --json', redirections, CKPT=tmp_path / "nothing")
         assert done.returncode == 3
         assert "Traceback" not in done.stderr
-
-
-def test_text_that_the_terminal_cannot_show_is_escaped(tmp_path: Path) -> None:
-    checkpoint = shutil.copytree(ZERO3, tmp_path / "modèle")
-    done = run('inspect "$CKPT"', "", CKPT=checkpoint, PYTHONIOENCODING="ascii", PYTHONUTF8="1")
-    assert done.returncode == 0
-    assert "mod\\xe8le" in done.stdout
-
-
-def test_a_pipe_that_is_full_is_waited_for_by_results_and_not_by_notes() -> None:
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    text = b"x" * (1 << 20)
-    taken = bytearray()
-
-    def drain() -> None:
-        while data := os.read(reader, 1 << 16):
-            taken.extend(data)
-
-    with BufferedWriter(_Notes(writer, "w", closefd=False)) as notes:
-        assert notes.write(text) == len(text)
-    there = len(os.read(reader, 1 << 20))
-    assert 0 < there < len(text)
-    thread = Thread(target=drain)
-    with BufferedWriter(_Results(writer, "w")) as results:
-        thread.start()
-        results.write(text)
-    thread.join()
-    os.close(reader)
-    assert bytes(taken) == text
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        'consolidate "$CKPT" "" --overwrite',
-        'consolidate "" out',
-        'consolidate "$CKPT" out --base ""',
-        'inspect ""',
-        'verify "" --json',
-        'diff "$CKPT" ""',
-        'train ""',
-    ],
-)
-def test_an_empty_path_is_not_the_working_directory(words: str) -> None:
-    done = run(words, "")
-    assert done.returncode == 2
-    assert "a path may not be empty" in done.stderr

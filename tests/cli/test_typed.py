@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-import zexport
 from zexport.cli.main import cli
-from zexport.cli.options import GivenPath
 from zexport.errors import UsageError
 from zexport.options import ExportDType, ExportOptions
 
@@ -34,15 +32,7 @@ def refusal(*words: object) -> str:
 
 @pytest.mark.parametrize(
     ("word", "recorded"),
-    [
-        ("bfloat16", "bf16"),
-        ("torch.bfloat16", "bf16"),
-        ("BF16", "bf16"),
-        ("float", "fp32"),
-        ("Float32", "fp32"),
-        ("half", "fp16"),
-        ("float16", "fp16"),
-    ],
+    [("torch.bfloat16", "bf16"), ("Float32", "fp32"), ("half", "fp16")],
 )
 def test_element_types_go_by_torchs_names_too(word: str, recorded: str, tmp_path: Path) -> None:
     words = ("--dtype", word, "--base-dtype", word, "--dry-run")
@@ -62,32 +52,9 @@ def test_choices_ignore_case(tmp_path: Path) -> None:
     assert result("diff", model, model, "--fail-on", "Different")
 
 
-@pytest.mark.parametrize("word", ["bf16", "torch.float16", "FP32"])
-def test_a_dtype_after_the_output_is_an_option_that_was_meant(word: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=f"Pass it as --dtype {ExportDType(word).value}"):
-        refusal("consolidate", ZERO3, tmp_path / "model", word)
-    assert not any(tmp_path.iterdir())
-
-
-def test_a_forgotten_out_is_what_is_said_to_be_missing() -> None:
-    said = refusal("consolidate", ZERO3)
-    assert "Missing argument 'OUT'" in said
-    assert f"zexport consolidate {ZERO3} model" in said
-    assert "Missing argument 'CKPT'" in refusal("consolidate")
-    assert "Missing argument 'CKPT'" in refusal("consolidate", "-o", "model")
-
-
 @pytest.mark.parametrize(
     ("word", "meant"),
-    [
-        ("export", "consolidate"),
-        ("convert", "consolidate"),
-        ("consolidat", "consolidate"),
-        ("Inspect", "inspect"),
-        ("info", "inspect"),
-        ("check", "verify"),
-        ("compare", "diff"),
-    ],
+    [("export", "consolidate"), ("consolidat", "consolidate"), ("compare", "diff")],
 )
 def test_the_command_that_was_meant_is_suggested(word: str, meant: str) -> None:
     assert f"No such command {word!r}. Did you mean {meant!r}?" in refusal(word, "a", "b")
@@ -108,7 +75,7 @@ def test_a_folder_to_make_that_is_given_twice_is_refused(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("size", "meant"),
-    [("5", "5GB"), ("2.5", "2.5GB"), ("10kB", "10MB"), ("5000", "5000MB"), ("0.5MB", "0.5GB")],
+    [("5", "5GB"), ("10kB", "10MB"), ("0.5MB", "0.5GB")],
 )
 def test_a_shard_size_that_cannot_be_meant_is_refused(
     size: str, meant: str, tmp_path: Path
@@ -118,20 +85,12 @@ def test_a_shard_size_that_cannot_be_meant_is_refused(
     assert not any(tmp_path.iterdir())
 
 
-def test_paths_are_shown_without_detours(tmp_path: Path) -> None:
-    (tmp_path / "x").mkdir()
-    detour = f"/{tmp_path}//x/../model"
-    assert result("consolidate", ZERO3, detour)["out_dir"] == str(tmp_path / "model")
-    assert zexport.verify_export(detour).out_dir == tmp_path / "model"
-
-
-def test_a_detour_over_a_link_is_no_detour(tmp_path: Path) -> None:
-    (tmp_path / "elsewhere" / "x").mkdir(parents=True)
-    (tmp_path / "link").symlink_to(tmp_path / "elsewhere" / "x")
-    path = GivenPath(path_type=Path)
-    given = tmp_path / "link" / ".." / "model"
-    assert path.convert(given, None, None) == given
-    assert path.convert(tmp_path / "link", None, None) == tmp_path / "link"
+def test_an_empty_path_is_not_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words in (("consolidate", ZERO3, "", "--overwrite"), ("verify", "")):
+        assert "a path may not be empty" in refusal(*words)
 
 
 def test_a_part_without_a_name_is_not_all_of_the_model(tmp_path: Path) -> None:

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from tests.support.plans import Wanted, export_plan, save, torch_dtype
+import zexport
+from tests.support.checkpoints import Model, Run, save
 from zexport.errors import ZexportError
 from zexport.formats.safetensors_file import HeaderEntry, build_header, read_header
 from zexport.ranges.dtypes import DType
-from zexport.run.execute import run_plan
 
 _SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)
 _ENTRIES = st.dictionaries(
@@ -28,12 +28,8 @@ _IN_A_FOLDER = [HealthCheck.function_scoped_fixture]
 def test_a_tiny_model_has_the_bytes_that_the_library_writes(tmp_path: Path) -> None:
     tensors = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor([1.0])}
     save_file(tensors, tmp_path / "theirs.safetensors", metadata={"format": "pt"})
-    file, extents = save(tmp_path / "run" / "rank.pt", list(tensors.values()))
-    wanted = [
-        Wanted(name, tuple(tensor.shape), DType.F32, DType.F32, extent)
-        for (name, tensor), extent in zip(tensors.items(), extents, strict=True)
-    ]
-    run_plan(export_plan(tmp_path / "out", {"model.safetensors": wanted}, [file]))
+    root = save(Model([tensors]), Run(), tmp_path / "run")
+    zexport.consolidate(root, tmp_path / "out", layout="memory")
     ours = (tmp_path / "out" / "model.safetensors").read_bytes()
     assert ours == (tmp_path / "theirs.safetensors").read_bytes()
 
@@ -50,13 +46,16 @@ def test_the_library_reads_every_header_that_is_written(
     found = load_file(path)
     assert found.keys() == entries.keys()
     for entry in described:
-        assert found[entry.name].dtype == torch_dtype(entry.dtype)
+        assert found[entry.name].dtype == getattr(torch, entry.dtype.torch_name)
         assert tuple(found[entry.name].shape) == entry.shape
     assert set(read_header(path).tensors) == set(found)
 
 
 def test_a_file_of_the_library_is_read_as_it_reads_it(tmp_path: Path) -> None:
-    tensors = {dtype.torch_name: torch.zeros(3, 2, dtype=torch_dtype(dtype)) for dtype in DType}
+    tensors = {
+        dtype.torch_name: torch.zeros(3, 2, dtype=getattr(torch, dtype.torch_name))
+        for dtype in DType
+    }
     path = tmp_path / "model.safetensors"
     save_file(tensors, path, metadata={"format": "pt", "more": "text"})
     header = read_header(path)

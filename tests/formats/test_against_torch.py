@@ -112,18 +112,6 @@ def test_tensors_with_python_attributes_are_read_as_torch_reads_them(
 
 
 @CONTAINERS
-def test_values_that_are_not_exported_do_not_hide_the_tensors_beside_them(
-    tmp_path: Path, zipped: bool
-) -> None:
-    path = tmp_path / "x.pt"
-    content = {"device": torch.device("cpu"), "wide": torch.zeros(2, dtype=torch.complex128)}
-    torch.save({**content, "w": torch.ones(2)}, path, _use_new_zipfile_serialization=zipped)
-    file = read_torch_file(path)
-    assert isinstance(file.value, dict)
-    assert_same_tensor(file, file.value["w"], torch.ones(2))
-
-
-@CONTAINERS
 def test_what_a_tensor_negates_is_not_taken_for_its_values(tmp_path: Path, zipped: bool) -> None:
     path = tmp_path / "x.pt"
     turned = torch.tensor([1 + 2j, 3 - 4j]).conj()
@@ -148,15 +136,6 @@ def test_a_file_saved_to_a_stream_is_read(tmp_path: Path) -> None:
     file = read_torch_file(path)
     assert file.root == "archive"
     assert_same_tensor(file, file.value, torch.ones(3))
-
-
-def test_a_file_with_thousands_of_records_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "x.pt"
-    torch.save([torch.full((3,), i) for i in range(3000)], path)
-    file = read_torch_file(path)
-    assert isinstance(file.value, list)
-    assert len(file.members) == 3000
-    assert_same_tensor(file, file.value[2999], torch.full((3,), 2999))
 
 
 def rank_files() -> Iterator[Path]:

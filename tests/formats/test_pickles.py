@@ -21,24 +21,17 @@ from zexport.errors import (
     DamagedCheckpointError,
     UnsafeError,
     UnsupportedError,
-    ZexportError,
 )
 from zexport.formats import pickle_machine, pickles
 from zexport.formats.inert import (
-    FragmentAddress,
     Global,
     Opaque,
     OpaqueKey,
-    Ordered,
-    StorageRef,
-    TensorRef,
 )
 from zexport.formats.pickles import Pickle, load
 from zexport.formats.torch_file import read_torch_file
-from zexport.ranges.dtypes import DType
 
 PATH = Path("rank.pt")
-SYSTEM = Global("posix", "system")
 CALL_SYSTEM = b"cposix\nsystem\n"
 REBUILD = b"ctorch._utils\n_rebuild_tensor_v2\n"
 STAGE = b"cdeepspeed.runtime.zero.config\nZeroStageEnum\n"
@@ -98,91 +91,6 @@ def test_plain_values_of_every_protocol_are_read_as_python_reads_them(
     assert result.unknown_globals == ()
 
 
-@given(st.binary(max_size=300), st.integers(3, 5))
-def test_bytes_are_read_as_python_reads_them(value: bytes, protocol: int) -> None:
-    both = [value, bytearray(value)] if protocol == 5 else [value]
-    assert read(pickle.dumps(both, protocol)).value == both
-
-
-def test_long_collections_and_many_memo_entries_are_read_as_python_reads_them() -> None:
-    value = {f"name {i}": (i, [i, "again"]) for i in range(3000)}
-    value["self"] = (len(value), list(value))
-    for protocol in range(2, 6):
-        assert read(pickle.dumps(value, protocol)).value == value
-
-
-@pytest.mark.parametrize(("data", "value"), [(b"K\x01K\x020.", 1), (b"K\x01(K\x021.", 1)])
-def test_what_picklers_throw_away_again_is_thrown_away(data: bytes, value: object) -> None:
-    assert read(data).value == value
-    assert pickle.loads(data) == value  # noqa: TID251 - Python itself is the oracle
-
-
-def test_tuples_and_sets_that_contain_themselves_are_read() -> None:
-    inner: list[object] = []
-    for value in ((inner,), (1, 2, 3, inner)):
-        inner[:] = [value]
-        for protocol in range(2, 6):
-            result = read(pickle.dumps(value, protocol)).value
-            assert isinstance(result, tuple)
-            assert result[-1][0] is result
-
-
-def test_a_pickle_may_begin_anywhere_and_says_where_it_ends() -> None:
-    data = b"junk" + pickle.dumps([1]) + pickle.dumps("two") + b"tail"
-    first = load(data, path=PATH, start=4)
-    second = load(memoryview(data), path=PATH, start=first.end)
-    assert (first.value, second.value, data[second.end :]) == ([1], "two", b"tail")
-
-
-def test_an_object_that_contains_itself_is_read() -> None:
-    value: list[object] = []
-    value.append(value)
-    result = read(pickle.dumps(value)).value
-    assert isinstance(result, list)
-    assert result[0] is result
-
-
-@pytest.mark.parametrize(
-    ("data", "args"),
-    [
-        (CALL_SYSTEM + text("touch PWNED") + b"\x85R.", ("touch PWNED",)),
-        (CALL_SYSTEM + text("touch PWNED") + b"\x85\x81.", ("touch PWNED",)),
-        (CALL_SYSTEM + text("touch PWNED") + b"\x85}\x92.", (("touch PWNED",), {})),
-        (
-            text("posix") + text("system") + b"\x93" + text("touch PWNED") + b"\x85R.",
-            ("touch PWNED",),
-        ),
-    ],
-    ids=["REDUCE", "NEWOBJ", "NEWOBJ_EX", "STACK_GLOBAL"],
-)
-def test_no_opcode_calls_what_the_pickle_names(
-    data: bytes, args: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    result = read(data)
-    assert isinstance(result.value, Opaque)
-    assert (result.value.callee, result.value.args) == (SYSTEM, args)
-    assert result.unknown_globals == (SYSTEM,)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_module_that_the_pickle_names_is_not_imported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "innocent.py").write_text("raise SystemExit")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert read(b"cinnocent\nthing\n.").value == Global("innocent", "thing")
-
-
-def test_an_unknown_object_keeps_its_state_and_items_and_runs_nothing() -> None:
-    thing = read(CALL_SYSTEM + b")R" + b"K\x01a" + b"(K\x02K\x03e" + b"K\x04K\x05s" + b"}b.").value
-    assert isinstance(thing, Opaque)
-    assert (thing.items, thing.pairs) == ([1, 2, 3], [(4, 5)])
-    assert thing.state == {}
-    assert repr(thing) == "Opaque(posix.system)"
-    assert thing != read(CALL_SYSTEM + b")R.").value
-
-
 def test_the_stage_enum_is_a_number_however_python_wrote_it() -> None:
     names = ("disabled", "optimizer_states", "gradients", "weights", "max_stage")
     for name, stage in zip(names, (0, 1, 2, 3, 3), strict=True):
@@ -190,6 +98,12 @@ def test_the_stage_enum_is_a_number_however_python_wrote_it() -> None:
         by_value = read(STAGE + b"K" + bytes([stage]) + b"\x85R.")
         assert by_name.value == by_value.value == stage
         assert by_name.unknown_globals == by_value.unknown_globals == ()
+
+
+@given(st.binary(max_size=300), st.integers(3, 5))
+def test_bytes_are_read_as_python_reads_them(value: bytes, protocol: int) -> None:
+    both = [value, bytearray(value)] if protocol == 5 else [value]
+    assert read(pickle.dumps(both, protocol)).value == both
 
 
 @pytest.mark.parametrize(
@@ -207,19 +121,6 @@ def test_getattr_of_anything_but_a_stage_is_unknown(args: bytes) -> None:
     assert Global("builtins", "getattr") in result.unknown_globals
 
 
-def test_getattr_hidden_in_a_tensor_subclass_is_unknown() -> None:
-    inner = b"cbuiltins\ngetattr\nctorch\nTensor\n" + STAGE + text("gradients") + b"\x86}"
-    result = read(b"ctorch._tensor\n_rebuild_from_type_v2\n(" + inner + b"tR.")
-    assert isinstance(result.value, Opaque)
-    assert Global("torch._tensor", "_rebuild_from_type_v2") in result.unknown_globals
-
-
-def test_a_fragment_address_is_the_same_object_wherever_it_was_referred_to() -> None:
-    state = b"}(" + text("numel") + b"K\x07" + text("start") + b"K\x05ub"
-    result = read(b"(" + FRAGMENT + b")\x81q\x00" + state + b"h\x00t.").value
-    assert result == (FragmentAddress(start=5, numel=7),) * 2
-
-
 @pytest.mark.parametrize(
     "rest",
     [
@@ -233,38 +134,6 @@ def test_a_fragment_address_is_the_same_object_wherever_it_was_referred_to() -> 
 def test_a_fragment_address_that_is_not_two_numbers_is_damage(rest: bytes) -> None:
     with pytest.raises(DamagedCheckpointError, match="fragment_address"):
         read(FRAGMENT + b")\x81" + rest)
-
-
-def test_an_ordered_dict_is_a_dict_that_keeps_its_attributes() -> None:
-    state = b"}" + text("_metadata") + b"K\x01s"
-    found = read(b"ccollections\nOrderedDict\n)R" + text("a") + b"K\x02s" + state + b"b.").value
-    assert found == {"a": 2}
-    assert isinstance(found, Ordered)
-    assert found.attributes == {"_metadata": 1}
-    pairs = b"](" + text("a") + b"K\x01\x86" + text("b") + b"K\x02\x86e"
-    assert read(b"ccollections\nOrderedDict\n" + pairs + b"\x85R.").value == {"a": 1, "b": 2}
-
-
-FLOATS = StorageRef(DType.F32, "0", "cpu", 6)
-
-
-def test_a_tensor_is_a_view_of_a_storage() -> None:
-    result = read(tensor() + b".")
-    assert result.value == TensorRef(DType.F32, (2, 3), (3, 1), 0, FLOATS)
-    assert result.storages == {"0": FLOATS}
-    assert result.unknown_globals == ()
-    assert isinstance(result.value, TensorRef)
-    assert (result.value.numel, result.value.nbytes, FLOATS.nbytes) == (6, 24, 24)
-
-
-def test_a_parameter_and_a_tensor_with_attributes_are_their_tensor() -> None:
-    plain = read(tensor() + b".").value
-    assert read(b"ctorch._utils\n_rebuild_parameter\n(" + tensor() + b"\x88}tR.").value == plain
-    args = b"(" + storage() + b"K\x00K\x02K\x03\x86K\x03K\x01\x86\x89}t"
-    wrapped = (
-        b"ctorch._tensor\n_rebuild_from_type_v2\n(" + REBUILD + b"ctorch\nTensor\n" + args + b"}tR."
-    )
-    assert read(wrapped).value == plain
 
 
 @pytest.mark.parametrize(
@@ -320,12 +189,6 @@ def test_a_tensor_that_is_not_described_in_whole_numbers_is_damage(data: bytes) 
 def test_a_tensor_whose_place_needs_code_is_unsafe(hidden: bytes) -> None:
     with pytest.raises(UnsafeError, match="code that would have to run"):
         read(hidden + b".")
-
-
-def test_a_tensor_of_a_type_that_is_not_exported_is_opaque_and_harmless() -> None:
-    result = read(tensor(of=storage(kind=b"ctorch\nQInt8Storage\n")) + b".")
-    assert isinstance(result.value, Opaque)
-    assert result.unknown_globals == ()
 
 
 def _written() -> set[int]:
@@ -431,12 +294,6 @@ def test_keys_that_take_exponential_time_to_hash_are_wrapped() -> None:
     assert all(isinstance(key, OpaqueKey) for key in (*result, *members))
 
 
-def test_keys_that_cannot_be_hashed_are_wrapped() -> None:
-    result = read(b"}]K\x01s.").value
-    assert isinstance(result, dict)
-    assert [key.value for key in result] == [[]]
-
-
 def test_a_huge_memo_index_allocates_nothing() -> None:
     tracemalloc.start()
     for data in (b"Nr\xff\xff\xff\xff.", b"Nj\xff\xff\xff\xff."):
@@ -513,37 +370,3 @@ def test_no_pickle_takes_more_memory_than_it_may(
     tracemalloc.stop()
     assert "MiB of memory" in str(caught.value) or "ends early" in str(caught.value)
     assert peak < bound
-
-
-SAMPLE = (
-    b"\x80\x02}(" + text("w") + tensor() + text("f") + FRAGMENT + b")\x81q\x00}("
-    + text("numel") + b"M\x01\x01" + text("start") + b"J\x01\x00\x00\x00ub"
-    + text("x") + CALL_SYSTEM + b"K\x01\x85R" + text("n")
-    + b"\x8a\x02\x01\x01" + b"K\x05" + b"G" + bytes(8) + b"u."
-)  # fmt: skip
-
-
-def test_a_pickle_cut_off_anywhere_is_damage() -> None:
-    assert isinstance(read(SAMPLE).value, dict)
-    for end in range(len(SAMPLE)):
-        with pytest.raises(DamagedCheckpointError):
-            read(SAMPLE[:end])
-
-
-@given(st.integers(0, len(SAMPLE) - 1), st.integers(0, 255), st.binary(max_size=3))
-def test_a_changed_pickle_gives_a_value_or_an_error_of_ours(
-    place: int, byte: int, more: bytes
-) -> None:
-    changed = SAMPLE[:place] + bytes([byte]) + more + SAMPLE[place + 1 :]
-    try:
-        assert isinstance(read(changed), Pickle)
-    except ZexportError as error:
-        assert "rank.pt" in str(error)  # noqa: PT017 - either outcome is right
-
-
-@given(st.binary(max_size=200))
-def test_random_bytes_give_a_value_or_an_error_of_ours(data: bytes) -> None:
-    try:
-        assert isinstance(read(data), Pickle)
-    except ZexportError as error:
-        assert "rank.pt" in str(error)  # noqa: PT017 - either outcome is right

@@ -11,7 +11,6 @@ import pytest
 from zexport.errors import DamagedCheckpointError, UnsupportedError
 from zexport.formats.safetensors_file import HeaderEntry, build_header, read_header
 from zexport.ranges.dtypes import DType
-from zexport.ranges.extents import Extent
 
 ENTRIES = [
     HeaderEntry("b", DType.F32, (2, 3)),
@@ -33,29 +32,6 @@ def _tensor(begin: int, end: int, dtype: str = "F32", shape: object = None) -> d
         "shape": [(end - begin) // 4] if shape is None else shape,
         "data_offsets": [begin, end],
     }
-
-
-def test_a_header_has_these_bytes() -> None:
-    header, offsets = build_header(ENTRIES[:2])
-    text = (
-        b'{"__metadata__":{"format":"pt"},"b":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]},'
-        b'"a":{"dtype":"BF16","shape":[],"data_offsets":[24,26]}}'
-    )
-    padding = -len(text) % 8
-    assert header == struct.pack("<Q", len(text) + padding) + text + b" " * padding
-    assert offsets == (0, 24)
-
-
-def test_what_was_built_is_read_back(tmp_path: Path) -> None:
-    header, offsets = build_header(ENTRIES)
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(header + bytes(24 + 2 + 3))
-    found = read_header(path)
-    assert [HeaderEntry(t.name, t.dtype, t.shape) for t in found.tensors.values()] == ENTRIES
-    assert [t.offset - len(header) for t in found.tensors.values()] == list(offsets)
-    assert found.metadata == {"format": "pt"}
-    assert found.data_offset == len(header)
-    assert found.source("flags") == Extent(path, len(header) + 26, 3)
 
 
 @pytest.mark.parametrize("name", ["__metadata__", "twice"])

@@ -25,10 +25,9 @@ from tests.fuzz import values
 from tests.fuzz.mutations import mutated
 from tests.fuzz.runner import main
 from tests.fuzz.target import Target
-from tests.support.fsdp_checkpoints import made
-from zexport.checkpoint.fsdp.source import holds_fsdp, open_fsdp
+from tests.support.fsdp_checkpoints import made, opened
+from zexport.checkpoint.fsdp.source import holds_fsdp
 from zexport.checkpoint.open import open_checkpoint
-from zexport.checkpoint.resolve import TagChoice, location_of
 from zexport.checkpoint.state import TrainingState, raise_problems
 from zexport.errors import DamagedCheckpointError, ZexportError
 from zexport.formats.inert import Opaque, TensorRef
@@ -36,7 +35,6 @@ from zexport.formats.pickles import load
 from zexport.ranges.extents import ByteSource
 from zexport.ranges.reader import SourceReader
 from zexport.ranges.replicas import CastReplica
-from zexport.store.boundary import Boundary
 
 _MADE = TemporaryDirectory(prefix="zexport-fuzz-")
 _FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -68,8 +66,8 @@ def _open(case: Path, copy: Path) -> TrainingState:
     folder = copy / json.loads((case / "case.json").read_text()).get("hand_over", "")
     if not holds_fsdp(folder):
         return open_checkpoint(folder)
-    place = location_of(folder, TagChoice.HANDED_OVER, Boundary.of(folder))
-    return open_fsdp([place])
+    state: TrainingState = opened(folder)
+    return state
 
 
 def _values(state: TrainingState) -> _Values:

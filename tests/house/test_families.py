@@ -27,14 +27,6 @@ def test_no_family_comes_out_wrong() -> None:
     assert verdicts["equal"] > 10 * verdicts["too large to compare"]
 
 
-def test_the_page_names_families_once() -> None:
-    same = families.PAGE.read_text(encoding="utf-8").rpartition("## ")[2]
-    listed = re.findall(r"`([\w.-]+)`", same)
-    assert len(listed) == len(set(listed))
-    assert not set(listed) & _rows().keys()
-    assert {"llama", "gpt_oss"} <= set(listed)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["mixtral", "gemma3", "molmo2", "nemotron_h"])
 def test_the_page_says_what_comes_out(family: str) -> None:

@@ -21,7 +21,6 @@ from safetensors.torch import save_file
 from tests.support.checkpoints import (
     Model,
     Run,
-    edit,
     model_file,
     optimizer_file,
     save,
@@ -29,13 +28,10 @@ from tests.support.checkpoints import (
 )
 from tests.support.forked import typed
 from tests.support.sparse_checkpoint import write_sparse_zero3
-from zexport import consolidate, plan_export
-from zexport.checkpoint.open import open_checkpoint
-from zexport.errors import AmbiguousTagError, UnsafeError, UnsupportedError
-from zexport.formats import torch_zip as zip_container
+from zexport import consolidate
+from zexport.errors import UnsafeError, UnsupportedError
 from zexport.inspect.inspect import Inspection, Outcome, inspect_checkpoint
-from zexport.options import ExportDType, ExportOptions, NameLayout
-from zexport.ranges.dtypes import DType
+from zexport.options import ExportOptions, NameLayout
 from zexport.report.inspect import print_inspection
 from zexport.report.inspect_json import inspection_json
 
@@ -108,18 +104,6 @@ def test_it_says_what_the_run_was(tmp_path: Path, stage: int) -> None:
     assert checkpoint["parameters"]["tied"] == {"tensors": len(model.tied), "numel": tied}
 
 
-@pytest.mark.parametrize("dtype", [ExportDType.FP32, ExportDType.BF16])
-def test_the_bytes_it_promises_are_those_of_a_plan(
-    zero2: Path, tmp_path: Path, dtype: ExportDType
-) -> None:
-    options = ExportOptions(dtype=dtype, layout=NameLayout.MEMORY)
-    plan = plan_export(open_checkpoint(zero2), tmp_path / "out", options)
-    found = inspect_checkpoint(zero2)
-    target = DType.F32 if dtype is ExportDType.FP32 else DType.BF16
-    assert found.nbytes_written(target) == sum(shard.data_nbytes for shard in plan.shards)
-    assert found.nbytes_read() == sum(t.source.nbytes for s in plan.shards for t in s.tensors)
-
-
 def test_missing_ranks_are_given_by_number_and_by_file_name(tmp_path: Path) -> None:
     model = small_model()
     run_ = Run(stage=3, world_size=4)
@@ -152,33 +136,6 @@ def test_missing_files_are_named_on_every_stage_and_tensor_rank(case: str, tmp_p
         assert inspect_checkpoint(root).missing_files() == (gone.name,)
 
 
-def test_no_optimizer_file_is_missing_where_a_save_writes_none(tmp_path: Path) -> None:
-    case = FIXTURES / "tp2_z0_w2_bf16" / "ckpt"
-    root = Path(shutil.copytree(case, tmp_path / "run"))
-    gone = sorted(root.glob("*/mp_rank_*_model_states.pt"))[-1]
-    gone.unlink()
-    assert inspect_checkpoint(root).missing_files() == (gone.name,)
-
-
-def test_the_parameters_of_a_universal_checkpoint_are_listed() -> None:
-    root = FIXTURES / "uni_z3_w2_bf16_frozen" / "ckpt"
-    listed = {file["name"] for file in as_json(root)["checkpoint"]["files"] if file["needed"]}
-    parameters = {f"zero/{path.parent.name}/fp32.pt" for path in root.glob("*/zero/*/fp32.pt")}
-    assert parameters
-    assert parameters < listed
-
-
-def test_the_missing_model_file_is_asked_for_where_it_holds_frozen_weights(tmp_path: Path) -> None:
-    stripped = {"w": torch.randn(5)}
-    for frozen, wanted in (({"f": torch.randn(7).bfloat16()}, 1), ({}, 0)):
-        root = tmp_path / f"frozen{wanted}"
-        save(Model([stripped], frozen), Run(stage=3), root)
-        model_file(root / TAG, Run(stage=3), 1).unlink()
-        found = inspect_checkpoint(root)
-        assert len(found.missing_files()) == wanted
-        assert (found.verdict.outcome is Outcome.EXPORTABLE) == (wanted == 0)
-
-
 def test_frozen_weights_left_out_are_said_to_need_a_base(tmp_path: Path) -> None:
     model = Model([{"w": torch.randn(5)}], {"f": torch.randn(7).bfloat16()})
     root = save(model, Run(stage=3, exclude_frozen=True), tmp_path)
@@ -208,20 +165,6 @@ def test_several_tags_without_latest_are_shown_and_nothing_is_chosen(tmp_path: P
     assert "global_step10" in run(root).stdout
 
 
-def test_the_folder_above_a_choice_shows_the_choice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (two_tags(tmp_path / "ckpt") / "latest").unlink()
-    found = as_json(tmp_path)
-    assert [tag["name"] for tag in found["tags"]] == ["global_step9", "global_step10"]
-    line = f"zexport inspect {tmp_path}/ckpt --tag global_step10"
-    assert found["verdict"]["next_step"] == line
-    assert "2 checkpoints, and nothing says which one is meant" in run(tmp_path).stdout
-    (tmp_path / "below").mkdir()
-    monkeypatch.chdir(tmp_path / "below")
-    assert as_json(Path("../ckpt"))["verdict"]["next_step"].startswith("zexport inspect ../ckpt ")
-
-
 def test_the_checkpoints_of_a_run_are_shown_by_the_name_that_tag_takes(tmp_path: Path) -> None:
     for name, step in (("checkpoint-9", 9), ("checkpoint-100", 100)):
         save(small_model(), Run(stage=2, steps=step), tmp_path / name, f"global_step{step}")
@@ -241,45 +184,6 @@ def test_the_checkpoints_of_a_run_are_shown_by_the_name_that_tag_takes(tmp_path:
     assert as_json(tmp_path, "--tag", "newest")["checkpoint"]["global_steps"] == 9
 
 
-def test_a_folder_of_runs_and_checkpoints_is_refused_with_the_runs_as_an_export_does(
-    tmp_path: Path,
-) -> None:
-    save(small_model(), Run(stage=2), tmp_path / "copied")
-    save(small_model(), Run(stage=2), tmp_path / "run" / "checkpoint-2")
-    for words in ((), ("--tag", "newest")):
-        result = run(tmp_path, *words)
-        assert result.returncode == AmbiguousTagError.exit_code
-        assert "contains whole runs" in result.stderr
-        assert "found: run, copied" in result.stderr
-
-
-def test_other_tags_are_told_with_step_and_completeness(tmp_path: Path) -> None:
-    root = two_tags(tmp_path)
-    save(small_model(), Run(stage=3, steps=3), root, "best")
-    (root / "latest").write_text("global_step10")
-    model_file(root / "global_step9", Run(stage=3), 1).unlink()
-    tags = {tag["name"]: tag for tag in as_json(root)["tags"]}
-    assert tags["best"]["step"] == 3  # its name does not say
-    assert [name for name, tag in tags.items() if tag["chosen"]] == ["global_step10"]
-    assert [name for name, tag in tags.items() if not tag["complete"]] == ["global_step9"]
-
-
-def test_of_many_tags_only_the_newest_are_looked_into(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for step in range(20):
-        save(Model([{"w": torch.zeros(2)}]), Run(stage=2), tmp_path, f"global_step{step}")
-    opened = []
-    real = zip_container.open_regular
-    monkeypatch.setattr(
-        zip_container, "open_regular", lambda path: opened.append(path) or real(path)
-    )
-    found = inspect_checkpoint(tmp_path)
-    assert len(found.tags) == 20
-    assert len({path.parent for path in opened if path.suffix == ".pt"}) == 16
-    assert [tag.complete for tag in found.tags] == [None] * 4 + [True] * 16
-
-
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
 def test_placeholders_beside_the_tag_are_named_and_real_weights_are_not(
     zero3: Path, suffix: str
@@ -297,31 +201,6 @@ def test_placeholders_beside_the_tag_are_named_and_real_weights_are_not(
     assert "which an export does not read" not in shown
 
 
-def test_unknown_code_is_listed_with_its_file_and_never_run(zero3: Path) -> None:
-    path = optimizer_file(zero3 / TAG, small_model(), 0)
-    marker = zero3 / "executed"
-
-    class Command:
-        def __reduce__(self) -> tuple[object, tuple[str]]:
-            return os.system, (f"touch {marker}",)
-
-    edit(path, lambda state: state.update(extra=Command()))
-    found = as_json(zero3)
-    by_file = {file["name"]: file["unknown_globals"] for file in found["checkpoint"]["files"]}
-    assert by_file[path.name] == [f"{os.system.__module__}.system"]
-    assert f"{path.name}: {os.system.__module__}.system" in run(zero3).stdout
-    assert not marker.exists()
-
-
-def test_names_that_a_terminal_would_obey_are_escaped(tmp_path: Path) -> None:
-    model = Model([{"w\x1b[31m": torch.ones(2), "[red]x": torch.ones(2), "n\nl": torch.ones(1)}])
-    shown = run(save(model, Run(stage=2), tmp_path), "--tensors").stdout
-    assert "\x1b" not in shown
-    assert "w\\x1b[31m" in shown
-    assert "[red]x" in shown
-    assert "n\\nl" in shown
-
-
 def test_stats_are_those_of_the_exported_tensors(zero2: Path, tmp_path: Path) -> None:
     consolidate(zero2, tmp_path / "out", ExportOptions(layout=NameLayout.MEMORY))
     found = as_json(zero2, "--stats")["checkpoint"]["tensors"]
@@ -331,31 +210,6 @@ def test_stats_are_those_of_the_exported_tensors(zero2: Path, tmp_path: Path) ->
             assert entry["statistics"]["max"] == (value.max().item() if value.numel() else None)
             assert entry["statistics"]["norm"] == pytest.approx(value.norm().item(), rel=1e-12)
     assert "Norm" in run(zero2, "--stats").stdout
-
-
-def test_tensors_are_in_the_json_only_when_asked(zero2: Path) -> None:
-    assert "tensors" not in as_json(zero2)["checkpoint"]
-    tensors = as_json(zero2, "--tensors")["checkpoint"]["tensors"]
-    shapes = {tensor["name"]: tuple(tensor["shape"]) for tensor in tensors}
-    assert shapes == {name: tuple(v.shape) for name, v in small_model().tensors.items()}
-
-
-@pytest.mark.parametrize(
-    ("prepare", "code", "kind"),
-    [
-        (lambda root: shutil.rmtree(root / TAG), 3, "checkpoint"),
-        (shutil.rmtree, 3, "not_a_checkpoint"),
-        (lambda root: (root / "latest").write_text("../other"), 5, "unsafe"),
-    ],
-)
-def test_where_there_is_nothing_to_describe_it_is_an_error(
-    zero3: Path, prepare: Any, code: int, kind: str
-) -> None:
-    prepare(zero3)
-    done = run(zero3, "--json")
-    assert done.returncode == code
-    assert json.loads(done.stdout)["error"]["kind"] == kind
-    assert "Traceback" not in done.stderr
 
 
 def test_without_stats_neither_numpy_nor_torch_is_imported(zero3: Path) -> None:
@@ -386,18 +240,3 @@ def test_sixty_four_files_of_ten_gigabytes_are_inspected_by_their_metadata_alone
     assert found.verdict.outcome is Outcome.EXPORTABLE
     assert found.nbytes_read() == 400 * 8192 * 16384 * 4
     assert time.process_time() - began < 10  # about 1 s; reading the holes would take minutes
-
-
-def test_without_a_config_anywhere_the_next_step_and_the_export_say_what_is_missing(
-    tmp_path: Path,
-) -> None:
-    """As Accelerate leaves its checkpoints."""
-    root = save(small_model(), Run(), tmp_path / "run" / "root")
-    assert inspect_checkpoint(root).verdict.next_step.endswith(" OUT --base MODEL")
-    report = consolidate(root, tmp_path / "out")
-    assert any(
-        told.startswith("weights only: from_pretrained will not load this")
-        for told in report.warnings
-    )
-    (root / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    assert inspect_checkpoint(root).verdict.next_step.endswith(" OUT")

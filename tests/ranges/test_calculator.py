@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from zexport.ranges import calculator
-from zexport.ranges.computed import Elements, Factors, LowRankUpdate, Recast, ScaledSum, updates_in
+from zexport.ranges.computed import Elements, Factors, LowRankUpdate, Recast, ScaledSum
 from zexport.ranges.dtypes import DType
-from zexport.ranges.extents import ByteSource, Chain, Extent, Window, paths_of
+from zexport.ranges.extents import ByteSource, Extent
 from zexport.ranges.reader import SourceReader
-from zexport.store.files import version
+from zexport.storage.files import version
 
 
 class File:
@@ -94,17 +94,6 @@ def test_any_window_of_an_update_has_the_same_bits(
         wide = tensors.values["magnitude"].view(1, 1, -1)
         wanted *= (wide if is_transposed else wide.mT) / norm
     torch.testing.assert_close(whole.view(wanted.shape), wanted)
-
-
-def test_a_part_of_an_update_is_a_source_like_any_other(tmp_path: Path) -> None:
-    """Cut and laid end to end; and it says which files it needs."""
-    tensors = Tensors(tmp_path, base=(20, 6), a=(2, 6), b=(20, 2))
-    update = LowRankUpdate(tensors["base"], Factors(tensors["a"], tensors["b"], 6, 20, 2), 2.0)
-    whole = tensors.read(update, 1 << 20)
-    ends = Chain((Window(update, 4 * 100, 4 * 20), Window(update, 0, 4 * 10)))
-    assert torch.equal(tensors.read(ends, 7), torch.cat([whole[100:], whole[:10]]))
-    assert paths_of([ends]) == {tmp_path / name for name in ("base", "a", "b")}
-    assert list(updates_in([ends, update])) == [update]
 
 
 def test_a_sum_and_a_change_of_type_are_those_of_torch(tmp_path: Path) -> None:

@@ -32,22 +32,6 @@ def windows_of(draw: st.DrawFn, source: ByteSource) -> tuple[int, int]:
     return start, draw(st.integers(start, source.nbytes))
 
 
-@given(st.data(), leaves())
-def test_a_window_of_an_extent_is_a_slice_of_the_file(data: st.DataObject, extent: Extent) -> None:
-    start, stop = data.draw(windows_of(extent))
-    whole = FILES[extent.path][extent.offset : extent.offset + extent.nbytes]
-    assert bytes_of(extent, start, stop) == whole[start:stop]
-
-
-@given(st.data(), st.lists(leaves(), max_size=6))
-def test_a_window_of_a_chain_is_a_slice_of_its_parts_joined(
-    data: st.DataObject, parts: list[Extent]
-) -> None:
-    chain = Chain(tuple(parts))
-    start, stop = data.draw(windows_of(chain))
-    assert bytes_of(chain, start, stop) == b"".join(map(bytes_of, parts))[start:stop]
-
-
 @given(st.data(), st.lists(leaves(), min_size=1, max_size=4))
 def test_a_window_of_a_window_counts_from_where_the_first_begins(
     data: st.DataObject, parts: list[Extent]

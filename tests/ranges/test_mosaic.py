@@ -47,12 +47,6 @@ def test_any_window_of_a_mosaic_is_that_window_of_the_whole(
     assert found == whole.tobytes()[start:stop]
 
 
-def test_pieces_that_span_whole_rows_are_read_in_one_range() -> None:
-    source = Extent(_SHARDS, 0, 96)
-    halves = tuple(Tile((4 * i, 0), (4, 6), source, 0, (6, 1)) for i in range(2))
-    assert len(list(Mosaic((8, 6), 4, halves).extents(0, 8 * 6 * 4))) == 2
-
-
 @pytest.mark.parametrize(
     ("tiles", "problem"),
     [

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from zexport.ranges import mosaic as mosaics
 from zexport.ranges.extents import ByteSource, Extent
-from zexport.ranges.mosaic import Mosaic, Tile, gather, row_major
+from zexport.ranges.mosaic import Mosaic, Tile, gather
 
 _FILE = Path("file")
 
@@ -100,28 +100,3 @@ def test_wide_gaps_are_not_read() -> None:
     gather(_transposed(whole), 0, memoryview(found), reads)
     assert found == whole[:, :8].T.tobytes()
     assert reads.nbytes == [32] * 4
-
-
-def test_a_run_goes_straight_to_its_place_however_long_it_is() -> None:
-    data = bytes(range(256)) * 1024
-    source = Extent(_FILE, 0, len(data))
-    rows = Mosaic((64, 1024), 4, (Tile((0, 0), (64, 1024), source, 0, (1024, 1)),))
-    reads = _Reads(data)
-    found = bytearray(len(data))
-    gather(rows, 0, memoryview(found), reads)
-    assert (bytes(found), reads.nbytes) == (data, [len(data)])
-
-
-def test_a_mosaic_of_mosaics_is_gathered_level_by_level() -> None:
-    whole = np.arange(6 * 8, dtype=np.uint16).reshape(6, 8)
-    left, right = np.ascontiguousarray(whole[:, :3]), np.ascontiguousarray(whole[:, 3:])
-    file = left.tobytes() + right.tobytes()
-    halves = (
-        Tile((0, 0), (6, 3), Extent(_FILE, 0, left.nbytes), 0, row_major((6, 3))),
-        Tile((0, 3), (6, 5), Extent(_FILE, left.nbytes, right.nbytes), 0, row_major((6, 5))),
-    )
-    joined = Mosaic((6, 8), 2, halves)
-    turned = Mosaic((8, 6), 2, (Tile((0, 0), (8, 6), joined, 0, (1, 8)),))
-    found = bytearray(whole.nbytes)
-    gather(turned, 0, memoryview(found), _Reads(file))
-    assert found == whole.T.tobytes()

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import json
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from click.testing import CliRunner
 
+import zexport
 from tests.support.checkpoints import Model, Run, save
-from tests.support.pruning import trainers_run
-from tests.support.sparse_checkpoint import write_sparse_zero3
-from zexport.api.compare import diff_states
-from zexport.checkpoint.open import open_checkpoint
+from tests.support.exports import invoke
 from zexport.cli.main import cli
-from zexport.errors import MissingExtraError, OutputError
-from zexport.inspect.inspect import inspect_checkpoint
-from zexport.inspect.statistics import measure
-from zexport.report.page.difference import diff_page
-from zexport.report.page.inspection import inspection_page
-from zexport.report.page.page import check_place, page_html
+from zexport.errors import OutputError
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 HOSTILE = "a.</script><img src=x onerror=alert(1)>.weight\x1b[31m"
@@ -62,15 +53,16 @@ def names_of(read: Read) -> list[str]:
     return found
 
 
-def inspected(path: Path, *, stats: bool = False) -> str:
-    found = inspect_checkpoint(path)
-    assert found.checkpoint is not None
-    return page_html(inspection_page(found, measure(found.checkpoint).tensors if stats else None))
+def page(folder: Path, *words: object) -> str:
+    """The page that a command writes."""
+    file = folder / "page.html"
+    line = [*map(str, words), "--html", str(file), "-q"]
+    CliRunner().invoke(cli, line, catch_exceptions=False)
+    return file.read_text(encoding="utf-8")
 
 
-def test_a_page_needs_no_network_and_lets_nothing_run_but_its_own_script() -> None:
-    html = inspected(FIXTURES / "z3_w2_bf16_frozen" / "ckpt", stats=True)
-    read = Read(html)
+def test_a_page_needs_no_network_and_lets_nothing_run_but_its_own_script(tmp_path: Path) -> None:
+    read = Read(page(tmp_path, "inspect", FIXTURES / "z3_w2_bf16_frozen" / "ckpt", "--stats"))
     policy = next(str(a["content"]) for tag, a in read.tags if "http-equiv" in a)
     assert policy.startswith("default-src 'none'; style-src 'sha256-")
     assert "unsafe" not in policy
@@ -80,21 +72,21 @@ def test_a_page_needs_no_network_and_lets_nothing_run_but_its_own_script() -> No
         assert str(attributes.get("href", "#")).startswith("#")
 
 
-def test_without_its_script_a_page_has_the_verdict_and_every_tensor() -> None:
+def test_without_its_script_a_page_has_the_verdict_and_every_tensor(tmp_path: Path) -> None:
     path = FIXTURES / "z2_w2_bf16_tied" / "ckpt"
-    text = " ".join(Read(inspected(path)).text)
-    found = inspect_checkpoint(path)
-    assert found.checkpoint is not None
-    assert found.verdict.sentence in text
-    for tensor in found.tensors:
-        assert tensor.name in text
-    for alias in found.checkpoint.aliases:
+    text = " ".join(Read(page(tmp_path, "inspect", path)).text)
+    found = invoke("inspect", path, "--tensors")
+    assert found["verdict"]["sentence"] in text
+    for tensor in found["checkpoint"]["tensors"]:
+        assert tensor["name"] in text
+    for alias in zexport.open_checkpoint(path).aliases:
         assert f"tied: {alias}" in text
 
 
 def test_hostile_names_are_text(tmp_path: Path) -> None:
-    save(Model([{HOSTILE: torch.zeros(3), "b": torch.tensor([float("nan")])}]), Run(2, 1), tmp_path)
-    read = Read(inspected(tmp_path, stats=True))
+    weights = {HOSTILE: torch.zeros(3), "b": torch.tensor([float("nan")])}
+    root = save(Model([weights]), Run(2, 1), tmp_path / "run")
+    read = Read(page(tmp_path, "inspect", root, "--stats"))
     assert "img" not in {tag for tag, _ in read.tags}
     shown = HOSTILE.replace("\x1b", "\\x1b")
     assert names_of(read) == [shown, "b"]
@@ -103,31 +95,15 @@ def test_hostile_names_are_text(tmp_path: Path) -> None:
     assert "1 NaN" in read.text
 
 
-def test_twenty_thousand_tensors_on_many_ranks_stay_below_two_megabytes(tmp_path: Path) -> None:
-    shapes = {
-        f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight": (16, 8)
-        for layer in range(64)
-        for expert in range(104)
-        for part in ("gate", "up", "down")
-    }
-    write_sparse_zero3(tmp_path, shapes, 2)
-    html = inspected(tmp_path)
-    assert len(html) < 2_000_000
-    read = Read(html)
-    assert names_of(read) == [*shapes]
-    assert "model.layers.{0-63}.mlp.experts.{0-103}.up_proj.weight" in read.text
-
-
-def test_the_page_of_a_difference_tells_each_tensor_on_the_partitions_of_a() -> None:
+def test_the_page_of_a_difference_tells_each_tensor_on_the_partitions_of_a(tmp_path: Path) -> None:
     a, b = (FIXTURES / name / "ckpt" for name in ("z3_w2_bf16_frozen", "z3_w2_bf16"))
-    report = diff_states(a, b)
-    read = Read(page_html(diff_page(report, open_checkpoint(a))))
-    assert names_of(read) == [tensor.name for tensor in report.tensors]
-    data = json.loads(read.data)
-    names = [tensor.name for tensor in open_checkpoint(a).tensors]
+    report = invoke("diff", a, b, "--all")
+    read = Read(page(tmp_path, "diff", a, b))
     rows = names_of(read)
-    assert [rows[row] for row in data["rowOf"]] == names
-    assert report.verdict.sentence in " ".join(read.text)
+    assert rows == [tensor["a_name"] or tensor["b_name"] for tensor in report["tensors"]]
+    names = [tensor.name for tensor in zexport.open_checkpoint(a).tensors]
+    assert [rows[row] for row in json.loads(read.data)["rowOf"]] == names
+    assert report["verdict"]["sentence"] in " ".join(read.text)
 
 
 def test_the_command_writes_a_page_and_replaces_only_a_page(tmp_path: Path) -> None:
@@ -142,27 +118,3 @@ def test_the_command_writes_a_page_and_replaces_only_a_page(tmp_path: Path) -> N
     assert ended.exception.problem == "exists and is no page of zexport"
     assert thesis.read_text() == "<p>mine</p>"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "thesis.html"]
-
-
-def test_no_page_is_written_into_a_checkpoint(tmp_path: Path) -> None:
-    """A Trainer deletes the checkpoint whose folder is the oldest."""
-    trainers_run(tmp_path / "run", steps=(2,))
-    checkpoint = tmp_path / "run" / "checkpoint-2"
-    for folder in (checkpoint, checkpoint / "global_step2"):
-        with pytest.raises(OutputError, match="lies in a checkpoint"):
-            check_place(folder / "x.html")
-    check_place(tmp_path / "run" / "x.html")
-
-
-def test_without_jinja2_the_line_to_type_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from zexport.report.page import page
-
-    page._parts.cache_clear()
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    given = ["inspect", str(FIXTURES / "z3_w2_bf16" / "ckpt"), "--html", str(tmp_path / "p.html")]
-    ended = CliRunner().invoke(cli, given)
-    assert isinstance(ended.exception, MissingExtraError)
-    assert "pip install '.[report]'" in ended.exception.hint
-    assert not [*tmp_path.iterdir()]

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.real_cases import FIXTURES
+from tests.support.checkpoints import edit
+from tests.support.real_cases import FIXTURES, copied
 from zexport import open_checkpoint
 from zexport.options import ReshardOptions
 from zexport.resharding.plan import plan_reshard
@@ -51,3 +52,27 @@ def _source() -> dict[str, Any]:
     config = source_config(_OWN)
     keys = ("optimizer", "scheduler", "gradient_clipping")
     return {key: config[key] for key in keys if key in config}
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "advice"),
+    [
+        ({}, 1, "keep it with 12 (1 rank x micro-batch 2 x accumulation 6)"),
+        ({}, 3, "keep it with 12 (3 ranks x micro-batch 2 x accumulation 2)"),
+        ({}, 5, "Closest: 10 (5 ranks x micro-batch 2 x accumulation 1)"),
+        ({"sequence_parallel_size": 2}, 1, "keep it with 6 (1 rank x micro-batch 2"),
+    ],
+)
+def test_other_ranks_are_told_how_to_keep_the_batch(
+    config: dict[str, int], ranks: int, advice: str, tmp_path: Path
+) -> None:
+    root = copied("z3_w2_bf16", tmp_path)
+    batch = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 2}
+
+    def change(state: Any) -> None:
+        state["ds_config"] |= batch | {"gradient_accumulation_steps": 3} | config
+
+    for path in root.glob("*/*_states.pt"):
+        edit(path, change)
+    options = ReshardOptions(world_size=ranks)
+    assert advice in " ".join(plan_reshard(open_checkpoint(root), tmp_path / "out", options).notes)

@@ -14,7 +14,7 @@ import torch
 
 from tests.support.checkpoints import edit
 from tests.support.oracles import same
-from tests.support.raw_states import universal_states
+from tests.support.raw_states import plain, universal_states
 from tests.support.real_cases import FIXTURES, copied
 from tests.support.sharded_runs import run_ranks
 from zexport import ReshardOptions, ZexportError, diff_states, open_checkpoint, reshard
@@ -313,7 +313,7 @@ def _differing(one: Path, other: Path) -> list[str]:
     found = [f"{name} is in one alone" for name in names[0] ^ names[1]]
     for name in sorted(names[0] & names[1]):
         pair = (torch.load(it / name, weights_only=False) for it in (one, other))
-        found += [f"{name}{place}" for place in _places(*map(_plain, pair))]
+        found += [f"{name}{place}" for place in _places(*map(plain, pair))]
     return found
 
 
@@ -326,12 +326,3 @@ def _places(one: Any, other: Any, path: str = "") -> list[str]:
         if key not in _NOT_COMPARED
         for place in _places(one.get(key), other.get(key), f"{path}/{key}")
     ]
-
-
-def _plain(value: Any) -> Any:
-    """A value with tensors as what they hold, so that two can be compared."""
-    if torch.is_tensor(value):
-        return value.dtype, list(value.shape), value.detach().reshape(-1).view(torch.uint8).tolist()
-    if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
-    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value

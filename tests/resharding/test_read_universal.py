@@ -12,16 +12,16 @@ import torch
 from tests.support.checkpoints import edit
 from tests.support.oracles import same
 from tests.support.published import check
-from tests.support.raw_states import States, raw_states, universal_states
+from tests.support.raw_states import States, plain, raw_states, universal_states
 from tests.support.real_cases import FIXTURES, copied
 from zexport import diff_states, open_checkpoint, run_export, verify_export
 from zexport.checkpoint.state import TrainingState
 from zexport.compare.verdict import Cause
 from zexport.errors import ZexportError
 from zexport.export.plan import ExportPlan
+from zexport.export.write import VerifyMode
 from zexport.options import ReshardOptions
 from zexport.resharding.plan import plan_reshard
-from zexport.run.execute import VerifyMode
 
 _SOURCES = {  # and the stage and number of ranks that each goes on to
     "z0_w2_bf16_groups": (1, 3),
@@ -77,21 +77,12 @@ def test_every_state_is_whole_in_a_file_of_its_own_and_goes_on_from_there(
     again = _native(tmp_path / "universal", tmp_path / "again", **options)
     assert not _differing(states, raw_states(again.location.tag_dir))
     for one, other in zip(*(_model_files(it) for it in (direct, tmp_path / "again")), strict=True):
-        assert _plain(one) == _plain(other)
+        assert plain(one) == plain(other)
 
 
 def _model_files(root: Path) -> list[Any]:
     """What the model files hold; a run's ``ds_config`` stays its own in a universal checkpoint."""
     return [torch.load(path) for path in sorted(root.glob("*/*_model_states.pt"))]
-
-
-def _plain(value: Any) -> Any:
-    """A value with tensors as what they hold, so that two can be compared."""
-    if torch.is_tensor(value):
-        return value.dtype, list(value.shape), value.reshape(-1).view(torch.uint8).tolist()
-    if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
-    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def test_verifying_makes_it_again_and_comparing_finds_every_state(tmp_path: Path) -> None:

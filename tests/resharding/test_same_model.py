@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.real_cases import FIXTURES, Facts
+from tests.support.real_cases import FIXTURES, facts_of
 from zexport import ReshardOptions, ZexportError, open_checkpoint, reshard
 from zexport.checkpoint.state import Structure, TrainingState
+from zexport.export.write import VerifyMode
 from zexport.resharding.settings import models_of
-from zexport.run.execute import VerifyMode
-from zexport.store.contents import read_range
 
 _FOLDERS = [FIXTURES, *(Path(one) for one in [os.environ.get("ZEXPORT_CASES")] if one)]
 CASES = {file.parent.name: file.parent for one in _FOLDERS for file in one.glob("*/case.json")}
@@ -46,17 +45,6 @@ QUICK = {
     *("z2_w3_bf16_odd", "z3_w2_bf16_sub1000", "z3_w3_bf16_tied", "dmg_z3_pickle_system"),
 }
 """One of a kind; all others are looked at as well where slow tests are."""
-
-
-def _whole(checkpoint: TrainingState) -> Facts:
-    """Type, shape and bytes of every tensor, tied names included."""
-    found = {}
-    for tensor in checkpoint.tensors:
-        assert tensor.source is not None
-        parts = tensor.source.extents(0, tensor.source.nbytes)
-        data = b"".join(read_range(one.path, one.offset, one.nbytes) for one in parts)
-        found[tensor.name] = (getattr(torch, tensor.dtype.torch_name), tensor.shape, data)
-    return found | {alias: found[name] for alias, name in checkpoint.aliases.items()}
 
 
 def _target(source: TrainingState) -> ReshardOptions:
@@ -97,7 +85,7 @@ def test_the_model_of_a_resharded_checkpoint_is_that_of_its_source(
         assert refused.value.exit_code == REFUSED[name]
         return
     source, found = _resharded(name, tmp_path / "out")
-    assert _whole(found) == _whole(source)
+    assert facts_of(found) == facts_of(source)
     _open_as_data(found.location.tag_dir)
 
 

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from tests.support.oracles import same
-from tests.support.raw_states import raw_states
+from tests.support.raw_states import plain, raw_states
 from tests.support.real_cases import FIXTURES
 from tests.support.sparse_checkpoint import write_sparse_zero3
 from zexport import consolidate, open_checkpoint, run_export
 from zexport.checkpoint.state import TrainingState
-from zexport.options import ExportOptions, NameLayout, ReshardOptions, ResumeFormat
+from zexport.options import ExportOptions, NameLayout, ReshardOptions
 from zexport.resharding.plan import plan_reshard
 
 _MOVES = [
@@ -121,16 +121,6 @@ def test_a_run_without_zero_goes_on_with_it(name: str, tmp_path: Path) -> None:
     assert not [state for state in before if not same(before[state], after[state])]
 
 
-@pytest.mark.parametrize("form", ResumeFormat)
-@pytest.mark.parametrize(("name", "is_told"), [("z0_w1_fp32_odd", True), ("z0_w2_fp16", False)])
-def test_states_that_have_numbers_alone_are_told_to_be_taken_in_order(
-    name: str, is_told: bool, form: ResumeFormat, tmp_path: Path
-) -> None:
-    options = ReshardOptions(world_size=2, stage=2, format=form)
-    plan = plan_reshard(open_checkpoint(FIXTURES / name / "ckpt"), tmp_path / "out", options)
-    assert any("in the model's order" in note for note in plan.notes) == is_told
-
-
 @pytest.mark.parametrize(
     ("name", "stage"), [("uni_z2_w2_bf16_odd", 3), ("uni_z3_w2_bf16_frozen", 2)]
 )
@@ -165,11 +155,10 @@ def test_there_and_back_again_is_the_source(tmp_path: Path) -> None:
             for file in (one, other):
                 file["ds_config"]["zero_optimization"] = {}
                 file.get("optimizer_state_dict", {}).pop("loss_scaler", None)
-            assert _plain(one) == _plain(other)
+            assert plain(one) == plain(other)
 
 
 _ANYWHERE = st.tuples(st.integers(1, 3), st.integers(1, 9))
-_ODD = ("z1_w2_bf16opt", "z2_w3_bf16_odd", "z3_w2_bf16_sub1000", "z3_w3_bf16_tied")
 
 
 @settings(max_examples=8, deadline=None)
@@ -193,47 +182,15 @@ def test_from_any_ranks_and_stage_to_any_and_on_every_state_is_the_sources(
         assert not [state for state in before if not same(before[state], after[state])]
 
 
-def _plain(value: Any) -> Any:
-    """A value with tensors as what they hold, so that two can be compared."""
-    if torch.is_tensor(value):
-        return value.dtype, list(value.shape), value.detach().reshape(-1).view(torch.uint8).tolist()
-    if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
-    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_model_files_open_where_only_weights_are_let_in(stage: int, tmp_path: Path) -> None:
-    _reshard(FIXTURES / "z3_w2_bf16_frozen" / "ckpt", tmp_path / "out", stage, 2)
-    for path in (tmp_path / "out").glob("*/*_model_states.pt"):
-        model = torch.load(path, weights_only=True)
-        assert model["dp_world_size"] == 2
-        assert model["ds_config"]["zero_optimization"]["stage"] == stage
-        assert model["module"]._metadata[""] == {"version": 1}  # which load_state_dict goes by
-    for path in (tmp_path / "out").glob("*/*_optim_states.pt"):
-        assert b"LossScaler" in path.read_bytes()
-        from deepspeed.runtime.fp16.loss_scaler import LossScaler
-
-        with torch.serialization.safe_globals([LossScaler]):
-            assert torch.load(path, weights_only=True)["optimizer_state_dict"]
-
-
-def test_tied_and_frozen_weights_are_one_tensor_in_the_file_as_they_were(tmp_path: Path) -> None:
-    _reshard(FIXTURES / "z2_w2_bf16_tied" / "ckpt", tmp_path / "out", 2, 3)
-    (model,) = _files(tmp_path / "out", "mp_rank_00_model_states.pt")
-    (alias, name), *_ = model["shared_params"].items()
-    assert model["module"][alias].data_ptr() == model["module"][name].data_ptr()
-
-
 def test_memory_does_not_grow_with_the_ranks(tmp_path: Path) -> None:
     """What was written of a rank's files, and noted of it, is let go before the last is begun."""
     write_sparse_zero3(tmp_path / "run", {f"layers.{i}.weight": (40,) for i in range(700)}, 12)
     checkpoint = open_checkpoint(tmp_path / "run")
     peaks = []
-    for ranks in (2, 16):
+    for ranks in (8, 32):
         plan = plan_reshard(checkpoint, tmp_path / f"on-{ranks}", ReshardOptions(world_size=ranks))
         tracemalloc.start()
         run_export(plan)
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-    assert peaks[1] < 2 * peaks[0]
+    assert peaks[1] < 1.5 * peaks[0]

@@ -106,33 +106,6 @@ def tricks(command: str, code: str) -> Mapping[str, tuple[bytes, str]]:
     }
 
 
-REFUSED = {
-    "extension 1": b"\x82\x01",
-    "extension 2": b"\x83\x01\x00",
-    "extension 4": b"\x84\x01\x00\x00\x00",
-    "persistent id as text": b"Pstorage\n",
-    "persistent id that is no storage": text("x") + b"Q",
-    "out-of-band buffer": b"\x97",
-    "read-only buffer": b"\x97\x98",
-    "no opcode": b"\xff",
-    "an unset memo": b"h\xfe",
-    "a reference before its value": b"(h\xfdt",
-    "a huge text": b"X\xff\xff\xff\x7f",
-    "a huge counted text": b"\x8d" + b"\xff" * 8,
-    "a huge byte string": b"\x8e" + b"\xff" * 7 + b"\x7f",
-    "a huge byte array": b"\x96" + b"\xff" * 8,
-    "a huge number": b"\x8b\xff\xff\xff\x7f",
-    "a class of old": b"(ios\nsystem\n0",
-    "an object of old": b"(" + _named("subprocess", "getoutput") + text("ls") + b"o0",
-    "a call in text": b"cos\nsystem\n(S'ls'\ntR0",
-    "a negative length": b"T\xff\xff\xff\xff",
-    "a global whose name is no text": b"K\x01K\x02\x93",
-    "an append to text": text("x") + b"Na0",
-    "a state for a number": b"K\x01}b",
-}
-"""Pieces that are no data at all: a file with one of them is damaged."""
-
-
 def injected(pickle: bytes, piece: bytes) -> bytes:
     """A pickle with a piece put before its object."""
     return PROTO + piece + pickle.removeprefix(PROTO)

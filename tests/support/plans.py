@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import struct
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from blake3 import blake3
 
 from zexport.export.plan import (
     ExportPlan,
@@ -24,7 +22,7 @@ from zexport.export.plan import (
 from zexport.formats.safetensors_file import HeaderEntry, SafetensorsFrame, build_header
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import ByteSource, Extent, Member
-from zexport.store.files import version
+from zexport.storage.files import version
 
 HUGE = 1 << 20
 
@@ -39,11 +37,6 @@ def save(path: Path, tensors: Sequence[torch.Tensor]) -> tuple[SourceFile, list[
     """Write tensors with ``torch.save``; the file as a source, and where each tensor lies."""
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save({str(index): tensor for index, tensor in enumerate(tensors)}, path)
-    return saved(path)
-
-
-def saved(path: Path) -> tuple[SourceFile, list[Extent]]:
-    """What ``save`` wrote: the file as a source, and where each tensor lies."""
     members = sorted(_members(path), key=lambda member: member.offset)
     by_index = sorted(members, key=lambda member: int(member.name.rsplit("/", 1)[1]))
     extents = [Extent(path, member.offset, member.nbytes) for member in by_index]
@@ -107,15 +100,3 @@ def export_plan(
         jobs=jobs,
         chunk_nbytes=chunk_nbytes,
     )
-
-
-def digest_on_disk(name: str, data: bytes) -> str:
-    """What a manifest should say of a file: a shard's digest is that of its header and tensors'."""
-    if not name.endswith(".safetensors"):
-        return blake3(data).hexdigest()
-    begin = 8 + int.from_bytes(data[:8], "little")
-    table = json.loads(data[8:begin])
-    table.pop("__metadata__", None)
-    ranges = sorted(entry["data_offsets"] for entry in table.values())
-    digests = [blake3(data[begin + a : begin + b]).digest() for a, b in ranges]
-    return blake3(data[:begin] + b"".join(digests)).hexdigest()

@@ -8,9 +8,9 @@ import shutil
 from pathlib import Path
 
 from tests.support.checkpoints import Run, save, small_model
+from tests.support.exports import manifest_of
 from zexport import consolidate
 from zexport.options import ExportOptions, NameLayout
-from zexport.run.manifest import read_manifest
 
 AS_STORED = ExportOptions(layout=NameLayout.MEMORY)
 
@@ -39,7 +39,7 @@ def trainers_run(
 def tensors_of(checkpoint: Path, scratch: Path) -> dict[str, str]:
     """The digest of every tensor of an export of a checkpoint as fp32."""
     consolidate(checkpoint, scratch, AS_STORED)
-    found = {name: one.blake3 for name, one in read_manifest(scratch).tensors.items()}
+    found = {name: one["blake3"] for name, one in manifest_of(scratch)["tensors"].items()}
     shutil.rmtree(scratch)
     return found
 

@@ -16,8 +16,8 @@ States = dict[str, torch.Tensor]
 
 def raw_states(tag_dir: Path, order: Sequence[Sequence[str]] = ()) -> States:
     """The states; ``order`` has the names by group, for ZeRO-0, whose files have none."""
-    models = [_load(path) for path in _by_rank(tag_dir, "model_states")]
-    files = [_load(path)["optimizer_state_dict"] for path in _by_rank(tag_dir, "optim_states")]
+    models = [_load(path) for path in by_rank(tag_dir, "model_states")]
+    files = [_load(path)["optimizer_state_dict"] for path in by_rank(tag_dir, "optim_states")]
     if not files:
         return _zero0(models[0], order)
     return (_zero3 if "fp32_flat_groups" in files[0] else _zero12)(models[0], files)
@@ -33,6 +33,15 @@ def universal_states(tag_dir: Path) -> States:
         state = torch.as_tensor(value, dtype=torch.float64) if is_step else value.reshape(-1)
         found[f"{path.parent.name}|{path.stem}"] = state
     return found
+
+
+def plain(value: Any) -> Any:
+    """A value with tensors as what they hold, so that two can be compared."""
+    if torch.is_tensor(value):
+        return value.dtype, list(value.shape), value.detach().reshape(-1).view(torch.uint8).tolist()
+    if isinstance(value, dict):
+        return {key: plain(one) for key, one in value.items()}
+    return [plain(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _zero3(model: Any, files: list[Any]) -> States:
@@ -69,8 +78,9 @@ def _zero12(model: Any, files: list[Any]) -> States:
             "fp32": [file["single_partition_of_fp32_groups"][index].detach() for file in files]
         }
         kinds |= {kind: [one[kind] for one in inner] for kind in inner[0]}
-        groups = base[0]["param_groups"] if isinstance(base[0], dict) else [{}] * (index + 1)
-        if groups[index].get("use_muon") and "momentum_buffer" in kinds:
+        groups = base[0]["param_groups"] if isinstance(base[0], dict) else []
+        is_muon = any(group.get("use_muon") for group in groups[index : index + 1])
+        if is_muon and "momentum_buffer" in kinds:
             partition = math.ceil(sum(n for _, n in sizes) / (2 * len(files))) * 2
             states |= _muon(sizes, kinds.pop("momentum_buffer"), partition)
         for kind, parts in kinds.items():
@@ -138,7 +148,7 @@ def _is_flat(value: Any, numel: int) -> bool:
     return torch.is_tensor(value) and value.ndim > 0 and value.numel() == numel
 
 
-def _by_rank(tag_dir: Path, kind: str) -> list[Path]:
+def by_rank(tag_dir: Path, kind: str) -> list[Path]:
     def numbers(path: Path) -> list[int]:
         return [int(one) for one in re.findall(r"\d+", path.name)]
 

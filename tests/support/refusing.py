@@ -9,7 +9,9 @@ from itertools import count
 from tests.support.buckets import BUCKET, Answer, Server
 from zexport.errors import ZexportError
 from zexport.filenames import MANIFEST_NAME, RECEIPTS
-from zexport.store.objects import forget_listings
+from zexport.storage.requests import forget_listings
+
+__all__ = ["forget_listings", "refused_at_every"]
 
 _REFUSED = Answer("403 Forbidden", "AccessDenied")
 
@@ -30,7 +32,7 @@ def refused_at_every(step: int, server: Server, prefix: str, act: Callable[[str]
         place, numbers, is_told = f"{prefix}/{refused}", count(), True
         forget_listings()
         server.requests.clear()
-        server.fault = lambda _, n=numbers, at=refused: _REFUSED if next(n) == at else None
+        server.fault = lambda _, n=numbers, at=refused: _REFUSED if next(n) == at else None  # type: ignore[misc]
         with suppress(ZexportError):
             act(f"s3://{BUCKET}/{place}")
             is_told = False

@@ -1,70 +1,106 @@
-"""An export of several shards, and ways to stop it half-way."""
+"""Work that makes a folder, whole or in parts, as often as a test wants it."""
 
 from __future__ import annotations
 
-import json
+import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+import subprocess
+import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-import pytest
-import torch
-
-from tests.support.plans import Wanted, export_plan, save, saved
-from zexport.export.plan import ExportPlan, SideFile
-from zexport.ranges.dtypes import DType
-from zexport.ranges.extents import Extent
-from zexport.run.execute import run_plan
-from zexport.run.receipts import Receipt, Receipts, finished_files
-from zexport.run.shares import Stretch
+import zexport
+from tests.support.checkpoints import Model, Run, save, values
+from zexport.options import ExportOptions, NameLayout, ReshardOptions
 
 SHARDS = tuple(f"model-0000{n}-of-00004.safetensors" for n in range(1, 5))
+SHARD_NBYTES = 1_000_000
 
 
-def four_shards(folder: Path, out_dir: Path, target: DType = DType.F32) -> ExportPlan:
-    """Four shards out of two records that all of them share."""
-    if not (folder / "rank_0.pt").exists():
-        generator = torch.Generator().manual_seed(3)
-        values = [torch.randn(4000, generator=generator) for _ in range(2)]
-        save(folder / "rank_0.pt", [*values, torch.arange(7)])
-    file, (one, two, ids) = saved(folder / "rank_0.pt")
-    wanted = {
-        name: [
-            Wanted(f"{key}{n}", (1000,), DType.F32, target, _quarter(extent, n))
-            for key, extent in (("a", one), ("b", two))
-        ]
-        for n, name in enumerate(SHARDS)
-    }
-    wanted[SHARDS[0]].append(Wanted("ids", (7,), DType.I64, DType.I64, ids))
-    places = {one.name: shard for shard, tensors in wanted.items() for one in tensors}
-    nbytes = 8000 * target.itemsize + 56
-    index = {"metadata": {"total_size": nbytes}, "weight_map": places}
-    sides = (
-        SideFile("config.json", content=b"{}\n"),
-        SideFile("model.safetensors.index.json", content=json.dumps(index).encode()),
-    )
-    return export_plan(out_dir, wanted, [file], side_files=sides, chunk_nbytes=1200)
+@dataclass(frozen=True)
+class Job:
+    """An export or a resharding of a checkpoint into a folder."""
+
+    source: Path
+    out: Path
+    options: ExportOptions | ReshardOptions
+
+    def run(self, **choices: Any) -> zexport.ExportReport:
+        if isinstance(self.options, ReshardOptions):
+            return zexport.reshard(self.source, self.out, self.options, **choices)
+        return zexport.consolidate(self.source, self.out, self.options, **choices)
+
+    def part(self, number: int, count: int) -> zexport.ExportReport | zexport.PartReport:
+        share = zexport.Share(number, count)
+        if isinstance(self.options, ReshardOptions):
+            return zexport.reshard_part(self.source, self.out, share, self.options)
+        return zexport.consolidate_part(self.source, self.out, share, self.options)
+
+    def with_options(self, **changes: Any) -> Job:
+        """The same with other options."""
+        options: ExportOptions | ReshardOptions = replace(self.options, **changes)
+        return replace(self, options=options)
+
+    @property
+    def partial(self) -> Path:
+        """The unfinished folder."""
+        return self.out.with_name(f"{self.out.name}.partial")
+
+    def made(self) -> dict[str, bytes]:
+        """What it makes, which is removed again."""
+        self.run()
+        found = files(self.out)
+        shutil.rmtree(self.out)
+        return found
+
+    def restore(self, kept: Path) -> None:
+        """Have the unfinished folder be what it was when it was copied to ``kept``."""
+        shutil.rmtree(self.out, ignore_errors=True)
+        for name in (self.partial, self.partial.with_name(f"{self.partial.name}.journal")):
+            shutil.rmtree(name, ignore_errors=True)
+        shutil.copytree(kept, self.partial)
+        self.partial.with_name(f"{self.partial.name}.lock").write_bytes(b"a zexport export\n")
+
+    def typed(
+        self, *words: str, version: str = zexport.__version__
+    ) -> subprocess.CompletedProcess[str]:
+        """What the command of a version of zexport does, with the options of ``four_shards``."""
+        code = (
+            f"import zexport; zexport.__version__ = {version!r}\n"
+            "from zexport.cli.main import main; main()\n"
+        )
+        line = ("consolidate", self.source, self.out, "--layout", "memory", *words)
+        return subprocess.run(
+            [sys.executable, "-c", code, *map(str, line), "--max-shard-size", "1MB"],
+            capture_output=True, text=True, check=False, timeout=100,
+        )  # fmt: skip
+
+    def left(self) -> set[str]:
+        """The names that it has left where it works, its locks left out."""
+        names = {path.name for path in self.out.parent.iterdir()}
+        return {n for n in names if n.startswith(self.out.name) and not n.endswith(".lock")}
 
 
-def _quarter(extent: Extent, n: int) -> Extent:
-    count = extent.nbytes // 4
-    return Extent(extent.path, extent.offset + n * count, count)
+def four_shards(folder: Path, seed: int = 0) -> Job:
+    """An export of four shards of one size, out of records that they share."""
+    layers = {f"layers.{n}.w": values((500, 500), seed + n) for n in range(4)}
+    root = save(Model([layers]), Run(stage=2), folder / "ckpt")
+    options = ExportOptions(layout=NameLayout.MEMORY, max_shard_nbytes=SHARD_NBYTES, jobs=2)
+    return Job(root, folder / "out", options)
 
 
-@contextmanager
-def stopped_after(count: int, error: BaseException) -> Iterator[None]:
-    """A block in which an export ends with ``error`` once ``count`` shards are noted."""
-    whole = Receipts.add
+def flip(path: Path, at: int) -> None:
+    """Change a bit of a file, which keeps its times."""
+    status, data = path.stat(), bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
-    def add(self: Receipts, stretch: Stretch, receipt: Receipt) -> None:
-        if len(finished_files(self._folder.parent)) == count:
-            raise error
-        whole(self, stretch, receipt)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Receipts, "add", add)
-        yield
+def place_of(layer: int, path: Path) -> int:
+    """Where a weight that ``four_shards`` exports begins in the optimizer's file."""
+    return path.read_bytes().rindex(values((500, 500), layer).numpy().tobytes())
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -74,11 +110,3 @@ def files(folder: Path) -> dict[str, bytes]:
         for path in folder.rglob("*")
         if path.is_file()
     }
-
-
-def files_of(plan: ExportPlan) -> dict[str, bytes]:
-    """What an export of the plan makes, which is removed again."""
-    run_plan(plan)
-    found = files(plan.out_dir)
-    shutil.rmtree(plan.out_dir)
-    return found

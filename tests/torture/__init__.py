@@ -1,5 +1,1 @@
-"""What may happen to an export from outside: kills, refusals of the system, full disks.
-
-``python -m tests.torture`` runs the long forms and prints figures; the tests run short forms of the
-same functions.
-"""
+"""Kills, refusals of the system, full disks: at length by ``python -m tests.torture``."""

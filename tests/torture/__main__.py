@@ -1,4 +1,4 @@
-"""``python -m tests.torture [--seconds N] [--kills N] [--saves N] [--numel N]``: the long forms.
+"""``python -m tests.torture [--seconds N] [--kills N] [--numel N]``: the long forms.
 
 Prints a table of what was done and found; the first broken promise ends it with a traceback.
 """
@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -20,23 +21,20 @@ from tests.support.moves import every_move
 from tests.support.pruning import trainers_run
 from tests.support.real_cases import FIXTURES
 from tests.support.resharding import Move, departures
-from tests.support.stopping import SHARDS, files_of, four_shards
-from tests.torture.bucket_cases import every_case
+from tests.support.stopping import SHARDS, Job, four_shards
 from tests.torture.bucket_kills import every_bucket_kill
 from tests.torture.commands import Export, killed_at_random, make_checkpoint
-from tests.torture.kills import count_calls, killed_at
-from tests.torture.parts import killed_workers
+from tests.torture.kills import count_calls, killed_at, killed_workers
 from tests.torture.prunings import count_calls as count_prunings_calls
 from tests.torture.prunings import killed_at as pruning_killed_at
 from tests.torture.refusals import FAULTS, every_fault
 from tests.torture.small_disk import every_size
-from tests.torture.trainings import trainings
-from zexport import ReshardOptions, consolidate, open_checkpoint, plan_reshard
-from zexport.export.plan import ExportPlan
+from zexport import ReshardOptions, consolidate
 
 _MOVES_AT_ONCE = 100
 """Of one group of processes for each number of ranks, which takes long to start."""
 
+_SOURCE = FIXTURES / "z3_w2_bf16_frozen" / "ckpt"
 _REPOSITORY = Path(__file__).parents[2]
 
 
@@ -46,48 +44,30 @@ def main() -> None:
     parser.add_argument("--seconds", type=int, default=60, help="for each fuzzer, and for moves")
     parser.add_argument("--kills", type=int, default=200, help="commands ended at random")
     parser.add_argument("--numel", type=float, default=2e7, help="parameters of the checkpoint")
-    parser.add_argument("--saves", type=int, default=200, help="of a training beside a watch")
     parser.add_argument("--states", type=int, default=10_000, help="checkpoints with other values")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="zexport-torture-") as scratch:
         folder = Path(scratch)
         _told("killed before every call of the system", lambda: _every_kill(folder / "kills"))
-        _told(
-            "workers of one folder killed anywhere",
-            lambda: _worker_kills(folder / "parts", options.kills, options.seed),
-        )
-        _told(
-            "workers of one resharding killed anywhere",
-            lambda: _resharding_kills(folder / "resharding", options.kills, options.seed),
-        )
+        resharding = Job(_SOURCE, folder / "resharding" / "out", ReshardOptions(world_size=3))
+        for what, job in {
+            "folder": four_shards(folder / "parts"),
+            "resharding": resharding,
+        }.items():
+            _told(
+                f"workers of one {what} killed anywhere",
+                partial(_worker_kills, job, options.kills, options.seed),
+            )
         _told("every call refused, by every fault", lambda: _every_fault(folder / "faults"))
         _told("disks of every size", lambda: every_size(folder / "disk"))
-        _told(
-            "commands ended at random moments",
-            lambda: _random_kills(folder / "random", options.kills, options.numel, options.seed),
-        )
+        _told("commands ended at random moments", lambda: _random_kills(folder / "random", options))
         _told("prunings ended before every call", lambda: _every_pruning(folder / "prunings"))
-        _told(
-            "a training with a watch beside it",
-            lambda: trainings(folder / "trainings", options.saves, options.seed),
-        )
-        _told(
-            "trainings moved to other ranks and stages",
-            lambda: _moves(folder / "moves", options.seconds, options.seed),
-        )
+        _told("training moved to other ranks and stages", lambda: _moves(folder / "moves", options))
         _told("killed at every request to a bucket", lambda: every_bucket_kill(folder / "bucket"))
-        _told(
-            "every real checkpoint from and into a bucket, and in parts",
-            lambda: every_case(folder / "cases"),
-        )
-    _told("fuzzers", lambda: _fuzz("tests.fuzz", "--seconds", str(options.seconds)))
-    _told(
-        "checkpoints of every layout with values exchanged",
-        lambda: _fuzz(
-            "tests.fuzz.states", "--plain", "--seconds", "1", "--inputs", str(options.states)
-        ),
-    )
+    _told("fuzzers", lambda: _fuzz("tests.fuzz", "--seconds", options.seconds))
+    states = ("tests.fuzz.states", "--plain", "--seconds", 1, "--inputs", options.states)
+    _told("checkpoints of every layout with values exchanged", lambda: _fuzz(*states))
 
 
 def _told(name: str, act: Callable[[], str]) -> None:
@@ -97,41 +77,29 @@ def _told(name: str, act: Callable[[], str]) -> None:
 
 
 def _every_kill(folder: Path) -> str:
-    plan = four_shards(folder / "ckpt", folder / "out")
-    whole = files_of(plan)
-    count = count_calls(plan)
-    resumed = [killed_at(plan, at, whole) for at in range(1, count + 1)]
+    job = four_shards(folder)
+    whole, count = job.made(), count_calls(job).total()
+    resumed = [killed_at(job, at, whole) for at in range(1, count + 1)]
     shards = ", ".join(f"{resumed.count(n)} with {n}" for n in range(len(SHARDS) + 1))
     return f"{count} kills; reruns that took finished shards over: {shards}"
 
 
-def _worker_kills(folder: Path, times: int, seed: int) -> str:
-    plan = four_shards(folder / "ckpt", folder / "out")
-    return _kills_of_workers(plan, times, seed)
-
-
-def _resharding_kills(folder: Path, times: int, seed: int) -> str:
-    source = FIXTURES / "z3_w2_bf16_frozen" / "ckpt"
-    plan = plan_reshard(open_checkpoint(source), folder / "out", ReshardOptions(world_size=3))
-    return _kills_of_workers(plan, times, seed)
-
-
-def _kills_of_workers(plan: ExportPlan, times: int, seed: int) -> str:
-    found = killed_workers(plan, 3, times, seed, files_of(plan))
+def _worker_kills(job: Job, times: int, seed: int) -> str:
+    found = killed_workers(job, 3, times, seed, job.made())
     return f"{found['kills']} kills of 3 workers; {found['folders']} folders, all whole"
 
 
 def _every_fault(folder: Path) -> str:
-    plan = four_shards(folder / "ckpt", folder / "out")
-    whole = files_of(plan)
-    stopped = [found for fault in FAULTS for found in every_fault(plan, fault, whole)]
+    job = four_shards(folder)
+    whole = job.made()
+    stopped = [found for fault in FAULTS for found in every_fault(job, fault, whole, step=1)]
     return f"{len(stopped)} refusals of {len(FAULTS)} kinds; {sum(stopped)} ended the export"
 
 
-def _random_kills(folder: Path, times: int, numel: float, seed: int) -> str:
-    sixteenth = str(int(numel / 4))  # of the output's bytes, as fp32
-    export = Export(make_checkpoint(folder / "ckpt", numel), folder / "out", sixteenth)
-    found = killed_at_random(export, times, seed)
+def _random_kills(folder: Path, options: argparse.Namespace) -> str:
+    sixteenth = str(int(options.numel / 4))  # of the output's bytes, as fp32
+    export = Export(make_checkpoint(folder / "ckpt", options.numel), folder / "out", sixteenth)
+    found = killed_at_random(export, options.kills, options.seed)
     return ", ".join(f"{count} {word}" for word, count in sorted(found.items()))
 
 
@@ -144,7 +112,7 @@ def _every_pruning(folder: Path) -> str:
     return f"{count} kills"
 
 
-def _moves(folder: Path, seconds: int, seed: int) -> str:
+def _moves(folder: Path, options: argparse.Namespace) -> str:
     """Real DeepSpeed saves, loads what was resharded, and trains on, while there is time.
 
     All moves of a source follow each other, so that it is made once; which comes first is chance.
@@ -153,10 +121,10 @@ def _moves(folder: Path, seconds: int, seed: int) -> str:
     for move in every_move():
         by_source.setdefault(repr(move.source), []).append(move)
     sources = [*by_source.values()]
-    random.Random(seed).shuffle(sources)  # noqa: S311 - which ones come first
+    random.Random(options.seed).shuffle(sources)  # noqa: S311 - which ones come first
     moves = [*chain.from_iterable(sources)]
     began, done = time.monotonic(), 0
-    while done < len(moves) and (done == 0 or time.monotonic() - began < seconds):
+    while done < len(moves) and (done == 0 or time.monotonic() - began < options.seconds):
         own = folder / str(done)
         own.mkdir(parents=True)
         found = departures(moves[done : done + _MOVES_AT_ONCE], own)
@@ -167,12 +135,10 @@ def _moves(folder: Path, seconds: int, seed: int) -> str:
     return f"{done} of {len(moves)} went on as if nothing had happened"
 
 
-def _fuzz(module: str, *options: str) -> str:
+def _fuzz(*words: object) -> str:
     """The fuzzers of ``tests/fuzz``, which keep their own figures."""
-    if not (_REPOSITORY / "tests" / "fuzz").is_dir():
-        return "none here"
-    words = (sys.executable, "-m", module, *options)
-    done = subprocess.run(words, cwd=_REPOSITORY, check=False, stdout=subprocess.PIPE, text=True)
+    line = [sys.executable, "-m", *map(str, words)]
+    done = subprocess.run(line, cwd=_REPOSITORY, check=False, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise SystemExit(f"fuzzers: {done.stdout}")
     return "; ".join(done.stdout.splitlines())

@@ -5,116 +5,103 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-
-from msgspec import Struct
 
 import zexport
 from tests.support.buckets import BUCKET, Answer, Request, Server, serving
-from tests.support.checkpoints import Model, Run, save, values
-from tests.support.refusing import refused_at_every
-from zexport.filenames import MANIFEST_NAME
-from zexport.options import ExportOptions, ReshardOptions
-from zexport.store.objects import forget_listings
+from tests.support.refusing import forget_listings, refused_at_every
+from tests.support.stopping import Job, four_shards
+from zexport.filenames import MANIFEST_NAME, RECEIPTS
+from zexport.options import ReshardOptions
 
 _REAL = Path(__file__).parents[2] / "fixtures" / "z2_w2_bf16_groups" / "ckpt"
-_SHARDS = ExportOptions(max_shard_nbytes=1_000_000)
-
-
-class _Work(Struct, frozen=True):
-    """What fills an address: before, as a command that is killed, and as a call that goes on."""
-
-    name: str
-    words: tuple[str, ...]
-    again: Callable[[str], object]
-    before: Callable[[str], object] = lambda _: None
+_SHARDS = ("--layout", "memory", "--max-shard-size", "1MB")
 
 
 def every_bucket_kill(folder: Path) -> str:
     """Kill exports, reshardings and parts at each request, before it is done and after.
 
     Exports and reshardings are refused each of their requests as well.
-
-    Raises:
-        AssertionError: something half-made had a manifest, or the rerun differs.
     """
+    export = four_shards(folder)
+    resharding = Job(_REAL, folder, ReshardOptions(world_size=3))
     kills = refusals = 0
     with serving() as server:
         os.environ |= server.environment
-        for work in _works(folder):
-            if work.name != "part":
-                refusals += refused_at_every(1, server, f"{work.name}/refused", work.again)
-            top = f"{work.name}/whole"
-            work.before(f"s3://{BUCKET}/{top}")
-            server.requests.clear()
-            assert _process(work, top, server).wait() == 0
-            count, whole = len(server.requests), server.get(top)
-            for at in range(1, count + 1):
-                for is_done in (False, True):
-                    prefix = f"{work.name}/{at}-{is_done:d}"
-                    work.before(f"s3://{BUCKET}/{prefix}")
-                    _kill(work, prefix, server, at, is_done=is_done)
-                    _assert_right(work, prefix, server, whole)
-                    kills += 1
-    return f"{kills} kills of {len([*_works(folder)])} kinds of work, {refusals} refusals"
+        for job, words in ((export, ("consolidate", *_SHARDS)), (resharding, ("reshard", "-n3"))):
+            act = _acting(job)
+            refusals += refused_at_every(1, server, f"{words[0]}/refused", act)
+            kills += _killed(server, job, words, act)
+        part = ("consolidate", *_SHARDS, "--part", "2/2")
+        kills += _killed(server, export, part, _acting(export, 2), _acting(export, 1))
+    return f"{kills} kills of 3 kinds of work, {refusals} refusals"
 
 
-def _works(folder: Path) -> Iterator[_Work]:
-    ckpt = folder / "ckpt"
-    if not ckpt.exists():
-        layers = {f"layers.{n}.w": values((300, 300), n) for n in range(8)}
-        save(Model([layers]), Run(stage=2), ckpt)
-    shards = ("--max-shard-size", "1MB", "-q")
-    yield _Work(
-        "export",
-        ("consolidate", str(ckpt), *shards),
-        lambda out: zexport.consolidate(ckpt, out, _SHARDS),
-    )
-    yield _Work(
-        "reshard",
-        ("reshard", str(_REAL), "-n", "3", "-q"),
-        lambda out: zexport.reshard(_REAL, out, ReshardOptions(world_size=3)),
-    )
-    yield _Work(
-        "part",
-        ("consolidate", str(ckpt), *shards, "--part", "2/2"),
-        lambda out: zexport.consolidate_part(ckpt, out, zexport.Share(2, 2), _SHARDS),
-        lambda out: zexport.consolidate_part(ckpt, out, zexport.Share(1, 2), _SHARDS),
-    )
+def _acting(job: Job, part: int = 0) -> Callable[[str], object]:
+    """What does a job, or a part of two, into an address."""
+
+    def act(out: str) -> object:
+        if isinstance(job.options, ReshardOptions):
+            return zexport.reshard(job.source, out, job.options)
+        if not part:
+            return zexport.consolidate(job.source, out, job.options)
+        return zexport.consolidate_part(job.source, out, zexport.Share(part, 2), job.options)
+
+    return act
 
 
-def _process(work: _Work, prefix: str, server: Server) -> subprocess.Popen[bytes]:
-    words = [sys.executable, "-m", "zexport", *work.words]
-    place = words.index(str(next(word for word in work.words if "/" in word))) + 1
-    words.insert(place, f"s3://{BUCKET}/{prefix}")
-    return subprocess.Popen(words, env={**os.environ, **server.environment})
+def _killed(
+    server: Server,
+    job: Job,
+    words: tuple[str, ...],
+    again: Callable[[str], object],
+    before: Callable[[str], object] | None = None,
+) -> int:
+    """Kill a command at every request, with what comes before it; how often that was."""
+
+    def started(prefix: str) -> subprocess.Popen[bytes]:
+        command, *options = words
+        line = (command, job.source, f"s3://{BUCKET}/{prefix}", "-q", *options)
+        return subprocess.Popen([sys.executable, "-m", "zexport", *map(str, line)])
+
+    place = "-".join(words).replace("/", "-")
+    if before:
+        before(f"s3://{BUCKET}/{place}/whole")
+    server.requests.clear()
+    assert started(f"{place}/whole").wait() == 0
+    count, whole = len(server.requests), server.get(f"{place}/whole")
+    for number in range(2 * count):
+        prefix = f"{place}/{number}"
+        if before:
+            before(f"s3://{BUCKET}/{prefix}")
+        _kill(server, lambda: started(prefix), number // 2 + 1, is_done=number % 2 == 1)  # noqa: B023
+        left = {n: d for n, d in server.get(prefix).items() if not n.startswith(RECEIPTS)}
+        if MANIFEST_NAME in left:
+            assert left == whole, f"{prefix}: what looks complete is not"
+        if MANIFEST_NAME not in left or before:
+            again(f"s3://{BUCKET}/{prefix}")
+            assert server.get(prefix) == whole, f"{prefix}: the rerun gave other bytes"
+    return 2 * count
 
 
-def _kill(work: _Work, prefix: str, server: Server, at: int, *, is_done: bool) -> None:
-    seen = 0
+def _kill(
+    server: Server, start: Callable[[], subprocess.Popen[bytes]], at: int, *, is_done: bool
+) -> None:
+    """Kill a process at a request, before the server does it or after."""
     process: list[subprocess.Popen[bytes]] = []
+    seen: list[Request] = []
 
-    def kill(_: Request) -> Answer | None:
-        nonlocal seen
-        seen += 1
-        if seen < at:
+    def kill(one: Request) -> Answer | None:
+        seen.append(one)
+        if len(seen) < at:
             return None
         process[0].kill()
         process[0].wait()
-        return None if is_done and seen == at else Answer()
+        return None if is_done and len(seen) == at else Answer()
 
     server.fault = kill
-    process.append(_process(work, prefix, server))
+    process.append(start())
     assert process[0].wait() in (0, -9)
     server.fault = lambda _: None
-
-
-def _assert_right(work: _Work, prefix: str, server: Server, whole: dict[str, bytes]) -> None:
     forget_listings()
-    left = {n: d for n, d in server.get(prefix).items() if not n.startswith(".zexport_journal")}
-    if MANIFEST_NAME in left:
-        assert left == whole, f"{prefix}: what looks complete is not"
-    if MANIFEST_NAME not in left or work.name == "part":
-        work.again(f"s3://{BUCKET}/{prefix}")
-        assert server.get(prefix) == whole, f"{prefix}: the rerun gave other bytes"

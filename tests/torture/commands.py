@@ -55,52 +55,32 @@ def make_checkpoint(folder: Path, numel: float) -> Path:
 
 
 def killed_at_random(export: Export, times: int, seed: int) -> Counter[str]:
-    """Send SIGKILL, SIGTERM, SIGHUP or SIGINT at random moments; what was found how often.
-
-    Each time: the folder is not there or whole, and the next run gives the same bytes.
-
-    Raises:
-        AssertionError: one of that does not hold.
-    """
+    """Send SIGKILL, SIGTERM, SIGHUP or SIGINT at random moments; what was found how often."""
     export.finish()
     whole = files(export.out_dir)
     shutil.rmtree(export.out_dir)
     began = time.monotonic()
     export.finish()
     seconds = time.monotonic() - began
-    shutil.rmtree(export.out_dir)
     chance = random.Random(seed)  # noqa: S311 - nothing secret
     found: Counter[str] = Counter()
     for _ in range(times):
+        shutil.rmtree(export.out_dir)
         sent = chance.choice((signal.SIGKILL,) * 3 + (signal.SIGTERM, signal.SIGHUP, signal.SIGINT))
         process = export.start()
         time.sleep(chance.uniform(0, seconds))
         process.send_signal(sent)
-        _, said = process.communicate(timeout=LIMIT_S)
-        found.update(_outcome(export, process.returncode, sent, said, whole))
-        shutil.rmtree(export.out_dir)
+        said, code = process.communicate(timeout=LIMIT_S)[1], process.returncode
+        if code in (0, _INTERRUPTED) or ", in main\n" in said:
+            assert code in (0, _INTERRUPTED), f"{sent.name} ended with {code}: {said}"
+            assert "Traceback" not in said, said
+            lines = [line for line in said.split("\n") if line]
+            assert code == 0 or lines[-1].startswith("Interrupted."), said
+        if export.out_dir.exists():
+            word = "whole"
+        else:
+            assert code != 0
+            word = "resumed" if export.finish() else "begun anew"
+        assert files(export.out_dir) == whole
+        found.update((sent.name, word))
     return found
-
-
-def _outcome(
-    export: Export, code: int, sent: signal.Signals, said: str, whole: dict[str, bytes]
-) -> list[str]:
-    """Hold what one signal has left against what is promised; words for what was found."""
-    words = [sent.name]
-    if code not in (0, _INTERRUPTED) and ", in main\n" not in said:
-        words.append("ended by Python itself" if sent is not signal.SIGKILL else "ended")
-    else:
-        assert code in (0, _INTERRUPTED), f"{sent.name} ended with {code}: {said}"
-        assert "Traceback" not in said, said
-        lines = [line for line in said.split("\n") if line]
-        assert code == 0 or lines[-1].startswith("Interrupted."), said
-    if export.out_dir.exists():
-        words.append("whole")
-        if code != 0:
-            words.append("whole though it was signalled")
-    else:
-        assert code != 0
-        resumed = export.finish()
-        words.append("resumed" if resumed else "begun anew")
-    assert files(export.out_dir) == whole
-    return words

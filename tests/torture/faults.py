@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,9 +15,7 @@ from typing import Any
 
 import pytest
 
-from zexport.store import files
-
-WRITES = ("pwrite", "ftruncate", "fallocate", "open", "mkdir", "unlink", "rmdir")
+WRITES = ("pwrite", "write", "ftruncate", "posix_fallocate", "open", "mkdir", "unlink", "rmdir")
 SYNCS = ("fsync", "fdatasync")
 RENAMES = ("rename", "replace")
 READS = ("preadv",)
@@ -44,14 +44,12 @@ class Calls:
 
 @contextmanager
 def watched(calls: Calls) -> Iterator[Calls]:
-    """A block in which the calls go through ``calls``; the pauses between tries take no time."""
+    """A block in which the calls go through ``calls``; the pauses between tries are short."""
+    sleep = time.sleep
     with pytest.MonkeyPatch.context() as patch:
         for name in CALLS:
-            if name != "fallocate":
-                patch.setattr(os, name, _through(calls, name, getattr(os, name)))
-        patch.setattr(files, "_take_room", _through(calls, "fallocate", files._take_room))
-        patch.setattr("zexport.store.retries.PAUSES_SECONDS", (0.0,) * 4)
-        patch.setattr("zexport.run.part._FLUSH_NBYTES", 1)  # small shards are flushed, too
+            patch.setattr(os, name, _through(calls, name, getattr(os, name)))
+        patch.setattr(time, "sleep", lambda seconds: sleep(min(seconds, 0.001)))
         yield calls
 
 
@@ -64,9 +62,11 @@ def _through(calls: Calls, name: str, whole: Callable[..., Any]) -> Callable[...
 
 
 def failing(names: tuple[str, ...], at: int, number: int, *, times: int) -> Calls:
-    """Calls of which the ``at``-th of these names, and so many after it, fail with an errno."""
-    seen = Counter[str]()
-    lock = Lock()
+    """Calls of which the ``at``-th of these names, and so many after it, fail with an errno.
+
+    With 0 for that it is Ctrl-C.
+    """
+    seen, lock = Counter[str](), Lock()
 
     def act(name: str, _number: int) -> None:
         if name not in names:
@@ -75,7 +75,7 @@ def failing(names: tuple[str, ...], at: int, number: int, *, times: int) -> Call
             seen["all"] += 1
             fails = at <= seen["all"] < at + times
         if fails:
-            raise OSError(number, os.strerror(number))
+            raise OSError(number, os.strerror(number)) if number else KeyboardInterrupt
 
     return Calls(act)
 
@@ -88,3 +88,23 @@ def killing(at: int) -> Calls:
             os.kill(os.getpid(), signal.SIGKILL)
 
     return Calls(act)
+
+
+def forked(act: Callable[[], object], calls: Calls) -> int:
+    """A process that does ``act`` through ``calls``; it ends with 0 if that ends well."""
+    if child := os.fork():
+        return child
+    code = 1
+    try:
+        with watched(calls):
+            act()
+        code = 0
+    except BaseException:  # as Python does with what nobody catches
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def ended(process: int) -> int:
+    """The exit code of a process, or the negative number of the signal that ended it."""
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])

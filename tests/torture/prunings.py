@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
 from tests.support.pruning import tensors_of
-from tests.torture.faults import Calls, killing, watched
+from tests.torture.faults import Calls, ended, forked, killing, watched
 from zexport import prune
 
 
@@ -26,22 +25,11 @@ def _put_back(kept: Path, run: Path) -> None:
 
 
 def killed_at(old: Path, out: Path, at: int) -> None:
-    """Kill a pruning before its ``at``-th call, then prune again; the run is as before.
-
-    Raises:
-        AssertionError: what was left was neither whole nor called pruned, or lacked a weight, or
-            the next pruning did not end as the first would have.
-    """
+    """Kill a pruning before its ``at``-th call, then prune again; the run is as before."""
     run, scratch = old.parent, out.with_name("scratch")
     kept = run.with_name("kept")
     before = tensors_of(old, scratch)
-    child = os.fork()
-    if child == 0:
-        with watched(killing(at)):
-            prune(old, out)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    assert status in (0, 9), f"ended with {status}"
+    assert ended(forked(lambda: prune(old, out), killing(at))) in (0, -9)
     pruned = old.with_name(f"pruned-{old.name}")
     there = [path for path in (old, pruned) if path.exists()]
     assert len(there) == 1, there

@@ -7,13 +7,10 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tests.support.stopping import files
-from tests.torture.faults import READS, RENAMES, SYNCS, WRITES, Calls, failing, watched
+from tests.support.stopping import Job, files
+from tests.torture.faults import READS, RENAMES, SYNCS, WRITES, failing, watched
+from tests.torture.kills import count_calls
 from zexport.errors import CheckpointError, OutputError
-from zexport.export.plan import ExportPlan
-from zexport.filenames import RECEIPTS
-from zexport.run.execute import run_plan
-from zexport.run.receipts import finished_files
 
 ALWAYS = 1 << 30
 _CUT_SHORT = (errno.EINTR, errno.EAGAIN)
@@ -44,7 +41,7 @@ FAULTS = (
     Fault(("pwrite",), errno.ENOSPC, ALWAYS),
     Fault(("pwrite",), errno.EIO, ALWAYS),
     Fault(("pwrite",), errno.ESTALE, 3),
-    Fault(("fallocate", "ftruncate"), errno.ENOSPC, ALWAYS),
+    Fault(("posix_fallocate", "ftruncate"), errno.ENOSPC, ALWAYS),
     Fault(SYNCS, errno.EIO, 1),
     Fault(SYNCS, errno.EINTR, 3),
     Fault(RENAMES, errno.EIO, 1),
@@ -58,44 +55,36 @@ FAULTS = (
 
 
 def every_fault(
-    plan: ExportPlan, fault: Fault, whole: dict[str, bytes], step: int = 1
+    job: Job, fault: Fault, whole: dict[str, bytes], step: int | None = None
 ) -> Iterator[bool]:
     """Have every ``step``-th call that the fault is about refused; whether it ended the export.
 
-    Raises:
-        AssertionError: something half-made was left, or a rerun differs.
+    Without a ``step`` the first one and one half-way.
     """
-    with watched(Calls()) as calls:
-        run_plan(plan)
-    shutil.rmtree(plan.out_dir)
-    count = sum(calls.counts[name] for name in fault.names)
-    for at in range(1, count + 1, step):
-        yield refused(plan, fault, at, whole)
+    counts = count_calls(job)
+    count = sum(counts[name] for name in fault.names)
+    for at in range(1, count + 1, step or max(1, count // 2)):
+        yield _refused(job, fault, at, whole)
 
 
-def refused(plan: ExportPlan, fault: Fault, at: int, whole: dict[str, bytes]) -> bool:
+def _refused(job: Job, fault: Fault, at: int, whole: dict[str, bytes]) -> bool:
     """Run with a fault, then without; whether the first run was stopped by it."""
     stopped = False
     calls = failing(fault.names, at, fault.number, times=fault.times)
     try:
         with watched(calls):
-            run_plan(plan)
+            job.run()
     except (OutputError, CheckpointError):
         stopped = True
     if stopped:
-        assert not plan.out_dir.exists(), f"{fault} at {at}: a folder has the output's name"
+        assert not job.out.exists(), f"{fault} at {at}: a folder has the output's name"
+        kept = {path.name for path in job.partial.glob("model-*.safetensors")}
+        taken_over = {*job.run().resumed}
         if "open" not in fault.names:  # without it, nothing can be cleared up
-            assert _only_finished(plan), f"{fault} at {at}: something half-made is left"
-        run_plan(plan)
+            assert kept == taken_over, f"{fault} at {at}: something half-made is left"
     happened = sum(calls.counts[name] for name in fault.names) >= at
     assert not (stopped and fault.passes), f"{fault} at {at}: was not tried again"
     assert stopped or not (happened and fault.ends), f"{fault} at {at}: was overlooked"
-    assert files(plan.out_dir) == whole, f"{fault} at {at}: other bytes"
-    shutil.rmtree(plan.out_dir)
+    assert files(job.out) == whole, f"{fault} at {at}: other bytes"
+    shutil.rmtree(job.out)
     return stopped
-
-
-def _only_finished(plan: ExportPlan) -> bool:
-    partial = plan.out_dir.with_name(f"{plan.out_dir.name}.partial")
-    kept = {path.name for path in partial.iterdir()} if partial.exists() else set()
-    return kept <= {RECEIPTS, *finished_files(partial)}

@@ -9,10 +9,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from tests.support.stopping import files, files_of, four_shards
+from tests.support.stopping import Job, files, four_shards
+from zexport import Progress
 from zexport.errors import OutputError
-from zexport.export.plan import ExportPlan
-from zexport.run.execute import run_plan
 
 _PAGE = 4096
 
@@ -30,37 +29,36 @@ def mounted(folder: Path, nbytes: int) -> Iterator[bool]:
             subprocess.run(("umount", str(folder)), check=True, timeout=30)
 
 
-def every_size(folder: Path, step: int = 4) -> str:
+def every_size(folder: Path, step: int = 32) -> str:
     """Export to a disk of every size up to one that is large enough; figures, in words.
 
     ``step`` is in pages of the system's memory.
-
-    Raises:
-        AssertionError: a disk too small was found out late, or something was left on it.
     """
-    plan = four_shards(folder / "ckpt", folder / "out")
-    whole = files_of(plan)
-    largest = 2 * sum(map(len, whole.values())) + (1 << 20)
+    job = four_shards(folder)
+    whole = job.made()
     refused = 0
-    sizes = range(_PAGE, largest, step * _PAGE)
+    sizes = range(_PAGE, 2 * sum(map(len, whole.values())) + (1 << 20), step * _PAGE)
     for nbytes in sizes:
         with mounted(folder / "mount", nbytes) as allowed:
             if not allowed:
                 return "none: this machine lets us mount nothing"
-            refused += _refused(replace(plan, out_dir=folder / "mount" / "out"), whole)
-    return f"{len(sizes)} tmpfs; {refused} too small, each found out before a byte was read"
+            refused += _refused(replace(job, out=folder / "mount" / "out"), whole)
+    assert 0 < refused < len(sizes)
+    return f"{len(sizes)} tmpfs; {refused} too small, each found out before a byte was written"
 
 
-def _refused(plan: ExportPlan, whole: dict[str, bytes]) -> bool:
+def _refused(job: Job, whole: dict[str, bytes]) -> bool:
     """Whether there was no room; then nothing is left, else the folder is whole."""
+    written: list[Progress] = []
     try:
-        run_plan(plan)
+        job.run(progress=written.append)
     except OutputError as error:
         said = error.problem
     else:
-        assert files(plan.out_dir) == whole
-        shutil.rmtree(plan.out_dir)
+        assert files(job.out) == whole
+        shutil.rmtree(job.out)
         return False
-    assert "room" in said or "No space left" in said, said
-    assert not list(plan.out_dir.parent.iterdir()), "something is left"
+    assert not written, f"found out after {written}"
+    assert "disk space" in said or "No space left" in said, said
+    assert not list(job.out.parent.iterdir()), "something is left"
     return True

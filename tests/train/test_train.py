@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,17 +16,13 @@ from tests.support.train_runs import Run, run, trained
 from zexport.errors import UsageError
 from zexport.model.names import ModelNames
 from zexport.model.names_client import Learner, NamesClient
-from zexport.train.model import freeze
 from zexport.train.options import (
     TrainOptions,
-    config_digest,
-    read_ds_config,
     resumed,
     settled,
 )
 from zexport.train.rank_run import ds_config
 from zexport.train.sidecar import describe_source
-from zexport.train.text import Corpus, check_same
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
@@ -108,27 +103,6 @@ class TestARun:
             "save_error": "",
         }
 
-    def test_leaves_a_whole_checkpoint(self, plain: tuple[Path, Run]) -> None:
-        out, _ = plain
-        assert (out / "latest").read_text() == "global_step12"
-        assert {path.name for path in (out / "global_step12").iterdir()} == {
-            f"{name}_{rank}_mp_rank_00_{kind}.pt"
-            for name, kind in (
-                ("zero_pp_rank", "model_states"),
-                ("bf16_zero_pp_rank", "optim_states"),
-            )
-            for rank in (0, 1)
-        }
-        assert not list(out.rglob(".*"))
-
-    def test_puts_step_place_and_dice_into_every_file(self, plain: tuple[Path, Run]) -> None:
-        folder = plain[0] / "global_step12"
-        for path in folder.glob("*model_states.pt"):
-            state = torch.load(path, weights_only=False)
-            windows = 12 * 4 * 2
-            assert (state["step"], state["data_position"]) == (12, windows)
-            assert len(state["rng_states"]) == 2
-
     def test_gathers_the_live_weights(self, plain: tuple[Path, Run]) -> None:
         out, _ = plain
         for tag in ("global_step6", "global_step12"):
@@ -137,19 +111,6 @@ class TestARun:
             assert gathered.keys() == masters.keys()
             for name, weight in gathered.items():
                 assert torch.equal(weight, masters[name].to(torch.bfloat16)), name
-
-    def test_gathers_a_model_that_transformers_loads(self, plain: tuple[Path, Run]) -> None:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        folder = plain[0] / "gathered" / "global_step12"
-        model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-        assert model.dtype == torch.bfloat16
-        assert not info["missing_keys"]
-        assert not info["unexpected_keys"]
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        tokens = tokenizer("the tide came up two steps", return_tensors="pt")
-        made = model.generate(**tokens, max_new_tokens=4, do_sample=False)
-        assert tokenizer.decode(made[0]).startswith("the tide came up two steps")
 
     def test_describes_what_an_export_will_hold(self, plain: tuple[Path, Run]) -> None:
         out, _ = plain
@@ -193,11 +154,6 @@ class TestAResumedRun:
         assert notes[0].startswith("global_step8 not saved, training goes on: rank 0: ")
         assert notes[0].endswith(("File exists", "Not a directory"))
         assert (out / "global_step8").is_file()
-
-    def test_does_not_begin_past_its_end(self, plain: tuple[Path, Run]) -> None:
-        done = run(plain[0], "--resume", "--steps", 12)
-        assert done.status == 2
-        assert "the run has already come this far (found step 12" in done.stderr
 
     def test_refuses_another_world_before_any_rank_starts(self, plain: tuple[Path, Run]) -> None:
         done = run(plain[0], "--resume", "--world-size", 3)
@@ -248,20 +204,6 @@ class TestAnAdapterRun:
         for name in adapter:
             assert torch.equal(loaded[name], live[name].to(torch.bfloat16).float()), name
 
-    def test_moves_the_adapter_and_nothing_else(self, adapted: Path) -> None:
-        from peft import PeftModel
-        from transformers import AutoModelForCausalLM
-
-        base = AutoModelForCausalLM.from_pretrained(adapted / "base")
-        before = dict(PeftModel.from_pretrained(base, adapted).base_model.named_parameters())
-        state = full_weights(adapted, "global_step4")
-        for name, weight in before.items():
-            full = f"base_model.{name}"
-            if "lora_" not in name:
-                assert torch.equal(weight.to(torch.bfloat16).float(), state[full].float()), name
-        grown = [name for name in state if "lora_B" in name and state[name].abs().sum() > 0]
-        assert grown
-
     def test_says_what_is_frozen(self, adapted: Path) -> None:
         source = json.loads((adapted / "zexport_source.json").read_text())
         assert source["adapter"] is True
@@ -281,47 +223,11 @@ class TestUnderTorchrun:
         assert done.result["checkpoints"] == ["global_step3"]
         assert not (out / "latest").exists()
 
-    def test_gathers_fp32_weights_in_sixteen_bits(self, under_torchrun: tuple[Path, Run]) -> None:
-        folder = under_torchrun[0] / "gathered" / "global_step3"
-        weights = load_file(folder / "model.safetensors")
-        assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
-        assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
-        assert json.loads((under_torchrun[0] / "config.json").read_text())["dtype"] == "float32"
-
     def test_cannot_be_resumed_from_gathered_weights(
         self, under_torchrun: tuple[Path, Run]
     ) -> None:
         with pytest.raises(UsageError, match="holds no checkpoint to resume"):
             resumed(TrainOptions(out=under_torchrun[0], resume=True), ())
-
-
-class TestOptions:
-    def test_come_back_from_their_file(self, tmp_path: Path) -> None:
-        options = TrainOptions(out=tmp_path, freeze=("a", "b"), ds_config={"x": {"y": 1}}, lr=0.1)
-        assert TrainOptions.from_json(options.to_json()) == options
-
-    def test_of_a_resumed_run_are_those_it_began_with(self, tmp_path: Path) -> None:
-        stored = TrainOptions(out=tmp_path, stage=2, lr=0.1, keep=3, steps=5)
-        (tmp_path / "zexport_train.json").write_text(stored.to_json())
-        (tmp_path / "latest").write_text("global_step5")
-        asked = TrainOptions(out=tmp_path, steps=9, resume=True)
-        options = resumed(asked, {"steps"})
-        assert (options.stage, options.lr, options.keep, options.steps) == (2, 0.1, 3, 9)
-        assert options.resume
-
-    def test_of_a_resumed_run_may_not_contradict_it(self, tmp_path: Path) -> None:
-        (tmp_path / "zexport_train.json").write_text(TrainOptions(out=tmp_path).to_json())
-        (tmp_path / "latest").write_text("global_step5")
-        asked = TrainOptions(out=tmp_path, stage=1, resume=True)
-        with pytest.raises(UsageError, match=r"--stage cannot change .*found 1, expected 3"):
-            resumed(asked, {"stage"})
-
-    @pytest.mark.parametrize("text", ["[]", "{", '{"schema": 2}', '{"schema": 1, "oat": 1}'])
-    def test_that_cannot_be_read_are_a_usage_error(self, tmp_path: Path, text: str) -> None:
-        (tmp_path / "zexport_train.json").write_text(text)
-        (tmp_path / "latest").write_text("global_step5")
-        with pytest.raises(UsageError, match="cannot be read"):
-            resumed(TrainOptions(out=tmp_path, resume=True), ())
 
 
 class TestDeepSpeedConfiguration:
@@ -332,24 +238,6 @@ class TestDeepSpeedConfiguration:
         assert config["zero_optimization"]["sub_group_size"] == 1000
         assert config["gradient_clipping"] == 0.5
         assert config["bf16"] == {"enabled": True}
-
-    def test_leaves_auto_to_us(self, tmp_path: Path) -> None:
-        path = tmp_path / "ds.json"
-        path.write_text('{"optimizer": {"params": {"lr": "auto", "eps": 1}}, "fp16": "auto"}')
-        assert read_ds_config(path) == {"optimizer": {"params": {"eps": 1}}}
-
-    @pytest.mark.parametrize("text", ["{", "[]"])
-    def test_that_is_none_is_a_usage_error(self, tmp_path: Path, text: str) -> None:
-        path = tmp_path / "ds.json"
-        path.write_text(text)
-        with pytest.raises(UsageError, match="JSON"):
-            read_ds_config(path)
-
-    def test_settles_stage_and_dtype(self, tmp_path: Path) -> None:
-        theirs = {"zero_optimization": {"stage": 1}, "fp16": {"enabled": True}}
-        options = settled(TrainOptions(out=tmp_path, ds_config=theirs), ())
-        assert (options.stage, options.dtype) == (1, "fp16")
-        assert "bf16" not in ds_config(options)
 
     def test_may_not_contradict_what_was_typed(self, tmp_path: Path) -> None:
         theirs = {"zero_optimization": {"stage": 1}}
@@ -362,62 +250,6 @@ def test_quiet_run_prints_nothing(tmp_path: Path) -> None:
     words = ("-q", "--world-size", 1, "--steps", 1, "--dtype", "BFloat16", "--save", "Partitioned")
     assert run(tmp_path / "run", *words) == Run(0, "", "")
     assert json.loads((tmp_path / "run" / "zexport_train.json").read_text())["dtype"] == "bf16"
-
-
-def test_a_run_goes_on_with_the_config_that_it_began_with(tmp_path: Path) -> None:
-    config = tmp_path / "config.json"
-    config.write_text('{"rms_norm_eps": 1e-6}')
-    options = TrainOptions(out=tmp_path, model=tmp_path)
-    began = config_digest(options)
-    config.write_text('{ "rms_norm_eps" : 1e-6 }')
-    assert config_digest(options) == began
-    config.write_text('{"rms_norm_eps": 0.5}')
-    tokenizer, corpus = _Words(), Corpus(torch.zeros(1, 2), 2, 0)
-    with pytest.raises(UsageError, match="the model's config is another than the run began with"):
-        check_same(replace(options, digests={"model's config": began}), tokenizer, "", corpus)  # type: ignore[arg-type]
-
-
-class _Words:
-    """A tokenizer of no word."""
-
-    def get_vocab(self) -> dict[str, int]:
-        """Nothing."""
-        return {}
-
-
-class TestText:
-    corpus = Corpus(windows=torch.arange(10).reshape(5, 2), vocab_size=10, seed=3)
-
-    def test_is_drawn_whole_in_every_epoch(self) -> None:
-        for start in (0, 5, 50):
-            rows = self.corpus.draw(start, 5)
-            assert sorted(rows.flatten().tolist()) == list(range(10))
-
-    def test_is_drawn_by_position_alone(self) -> None:
-        row_by_row = torch.cat([self.corpus.draw(position, 1) for position in range(3, 17)])
-        assert torch.equal(self.corpus.draw(3, 14), row_by_row)
-        assert self.corpus.epoch(4) == 0
-        assert self.corpus.epoch(5) == 1
-
-    def test_is_drawn_otherwise_in_another_epoch_and_with_another_seed(self) -> None:
-        other = Corpus(windows=self.corpus.windows, vocab_size=10, seed=4)
-        assert not torch.equal(self.corpus.draw(0, 5), self.corpus.draw(5, 5))
-        assert not torch.equal(self.corpus.draw(0, 5), other.draw(0, 5))
-
-
-class TestFreezing:
-    def test_stops_the_named_parameters(self) -> None:
-        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-        freeze(model, (r"^0\.", "1.bias"))
-        assert [n for n, p in model.named_parameters() if p.requires_grad] == ["1.weight"]
-
-    def test_of_nothing_is_a_usage_error(self) -> None:
-        with pytest.raises(UsageError, match="--freeze embed matches no parameter"):
-            freeze(torch.nn.Linear(2, 2), ("weight", "embed"))
-
-    def test_of_everything_is_a_usage_error(self) -> None:
-        with pytest.raises(UsageError, match="leaves no parameter to train"):
-            freeze(torch.nn.Linear(2, 2), ("weight", "bias"))
 
 
 @pytest.mark.slow

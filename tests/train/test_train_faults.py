@@ -23,11 +23,7 @@ from tests.support.train_runs import (
     started,
     trained,
 )
-from zexport.errors import CheckpointError, OutputError, TrainingError, UsageError
-from zexport.train.launch import failure_of
-from zexport.train.options import check_free
-from zexport.train.save import cause_of, recorded_failures
-from zexport.train.worker import Failure
+from zexport.errors import OutputError, TrainingError, UsageError
 
 PROMPTLY_S = 60
 MANY_STEPS = ("--steps", 100_000)
@@ -108,11 +104,6 @@ class TestARankThatFails:
         assert "the first step was not done after 1 seconds.\n  Give it longer" in done.stderr
         assert not (tmp_path / "run").exists()
 
-    def test_by_the_users_mistake_says_which(self, tmp_path: Path) -> None:
-        done = run(tmp_path / "run", "--freeze", "no such parameter", "--world-size", 1)
-        assert done.status == UsageError.exit_code
-        assert "--freeze no such parameter matches no parameter" in done.stderr
-
 
 @pytest.mark.deepspeed
 @pytest.mark.slow
@@ -142,97 +133,7 @@ def test_a_rank_ends_when_its_command_is_gone() -> None:
     assert rank.wait(5) == 1
 
 
-class TestWhatTheRanksSay:
-    def test_of_an_error_comes_back_whole(self, tmp_path: Path) -> None:
-        error = OutputError("is full", path=tmp_path, found=1, expected=2, hint="Empty it")
-        back = Failure.from_json(Failure.of(error, 1.0).to_json()).error()
-        assert type(back) is OutputError
-        assert str(back) == str(error)
-
-    def test_first_is_the_cause_of_the_rest(self, tmp_path: Path) -> None:
-        for rank, problem in enumerate(("connection closed", "out of luck", "connection closed")):
-            failure = Failure.of(TrainingError(problem), when=abs(rank - 1) + 0.5)
-            (tmp_path / f"failure{rank}.json").write_text(failure.to_json())
-        assert failure_of(tmp_path, 1).problem == "out of luck"
-
-    def test_is_not_believed_when_a_signal_ended_another(self, tmp_path: Path) -> None:
-        failure = Failure.of(TrainingError("connection closed"), 1.0)
-        (tmp_path / "failure0.json").write_text(failure.to_json())
-        table = "  rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 77) (SIGKILL)\n"
-        other = "  rank      : 2 (local_rank: 2)\n  exitcode  : -15 (pid: 78) (SIGTERM)\n"
-        (tmp_path / "launcher.log").write_text(other + table)
-        assert failure_of(tmp_path, 1).problem == "rank 1 was ended by SIGKILL"
-
-    def test_may_be_nothing(self, tmp_path: Path) -> None:
-        error = failure_of(tmp_path, 3)
-        assert isinstance(error, TrainingError)
-        assert error.found == "exit status 3 of torch.distributed.run"
-
-    def test_keeps_the_kind_of_a_checkpoint_error(self) -> None:
-        failure = Failure.of(CheckpointError("holds no place"), 1.0)
-        assert failure.error().exit_code == 3
-
-
-class Files:
-    """Stands for DeepSpeed's checkpoint engine: writes a file, or fails as torch does."""
-
-    def save(self, state_dict: object, path: str) -> None:
-        if state_dict == "no":
-            raise RuntimeError("unexpected pos 128 vs 22")
-        Path(path).write_text(str(state_dict))
-
-    def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        Path(path).mkdir(exist_ok=exist_ok)
-
-
-class Engine:
-    """Stands for a DeepSpeed engine, whose write calls are what is looked at."""
-
-    def __init__(self) -> None:
-        self.checkpoint_engine = Files()
-
-    def _copy_recovery_script(self, folder: str) -> None:
-        (Path(folder) / "script").write_text("")
-
-
-class TestRecordedFailures:
-    def test_do_not_stop_the_save(self, tmp_path: Path) -> None:
-        engine = Engine()
-        with recorded_failures(engine) as causes:
-            engine.checkpoint_engine.makedirs(str(tmp_path))
-            engine.checkpoint_engine.save("no", str(tmp_path / "torch"))
-            engine.checkpoint_engine.save("yes", str(tmp_path / "missing" / "file"))
-            engine._copy_recovery_script(str(tmp_path / "absent"))
-            engine.checkpoint_engine.save(state_dict="yes", path=str(tmp_path / "file"))
-        assert causes == [
-            f"{tmp_path}: File exists",
-            f"{tmp_path}/torch: unexpected pos 128 vs 22",
-            f"{tmp_path}/missing/file: No such file or directory",
-            f"{tmp_path}/absent/script: No such file or directory",
-        ]
-        assert (tmp_path / "file").read_text() == "yes"
-
-    def test_are_recorded_for_one_save_only(self, tmp_path: Path) -> None:
-        engine = Engine()
-        with recorded_failures(engine):
-            pass
-        with pytest.raises(FileExistsError):
-            engine.checkpoint_engine.makedirs(str(tmp_path))
-
-
-class TestFiles:
-    def test_that_torch_could_not_write_tell_the_true_cause(self, tmp_path: Path) -> None:
-        error = RuntimeError("unexpected pos 128 vs 22\nframe #0")
-        assert cause_of(error, tmp_path / "no" / "file").endswith("No such file or directory")
-        assert cause_of(error, tmp_path / "file").endswith("/file: unexpected pos 128 vs 22")
-
-
 class TestAFolderInUse:
-    def test_is_not_begun_again(self, tmp_path: Path) -> None:
-        (tmp_path / "latest").write_text("global_step1")
-        with pytest.raises(OutputError, match=r"is not empty.*--resume"):
-            check_free(tmp_path)
-
     def test_stops_the_command_before_torch_is_imported(self, tmp_path: Path) -> None:
         (tmp_path / "latest").write_text("global_step1")
         done = run(tmp_path)

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.buckets import serving as serving_buckets
 from tests.support.hub import serving as serving_hub
 from tests.support.stopping import files
 
@@ -106,14 +105,6 @@ def test_launchers(launcher: str, place: Path) -> None:
     _check(place)
 
 
-def test_buckets(place: Path) -> None:
-    with serving_buckets() as server:
-        server.put(place / RUN, "run")
-        _typed(place, f"zexport consolidate {RUN} model --dtype bf16")
-        _typed(place, *_lines("s3://"), **server.environment)
-    shutil.rmtree(place / "model")
-
-
 def test_the_hub(place: Path) -> None:
     with serving_hub() as hub:
         _typed(place, *_lines("--push-to-hub"), **hub.environment)
@@ -122,6 +113,6 @@ def test_the_hub(place: Path) -> None:
 
 
 def test_no_line_is_left_out() -> None:
-    """Those of Ray are run where there is a cluster (``tests/cluster``)."""
-    run = {*_lines("--part", "sbatch", "kubectl", "torchrun", "s3://", "--push-to-hub", "ray")}
+    """Those of Ray are run where there is a cluster (``tests/job``)."""
+    run = {*_lines("--part", "sbatch", "kubectl", "torchrun", "--push-to-hub", "ray")}
     assert {line for line in LINES if line} == run

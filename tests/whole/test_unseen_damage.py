@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from tests.support.expert_checkpoints import rank_file_classes, rewrite
 from tests.support.real_cases import copied, file_of
 from zexport.errors import DamagedCheckpointError
 from zexport.findings import FindingKind
-from zexport.options import CheckMode, ExportOptions, NameLayout
+from zexport.options import ExportOptions, NameLayout
 
 _MEMORY = ExportOptions(layout=NameLayout.MEMORY)
 
@@ -85,44 +84,6 @@ def test_stripes_that_may_rightly_be_equal_are_no_copies(
 
 
 # --- copies in the module ---
-
-
-@pytest.mark.parametrize("is_damaged", [False, True])
-def test_a_double_in_the_module_is_held_against_its_master(
-    is_damaged: bool, tmp_path: Path
-) -> None:
-    """A module of doubles starts with digits that its masters lack, and gets theirs in a step."""
-    master = values((40, 30), 1)
-    model = Model([{"w": master}], dtype=torch.float64)
-    root = save(model, Run(stage=2), tmp_path / "ckpt")
-
-    def widen(state: dict[str, Any]) -> None:
-        state["module"]["w"] = master.double() * (1 + 1e-12)
-        state["module"]["w"][7, 8] += float(is_damaged)
-
-    rewrite(file_of(root, "mp_rank_00_model*"), widen)
-    if is_damaged:
-        with pytest.raises(DamagedCheckpointError, match=r"w \(1 of 1200 compared\)"):
-            zexport.consolidate(root, tmp_path / "out", replace(_MEMORY, check=CheckMode.FULL))
-    else:
-        zexport.consolidate(root, tmp_path / "out", _MEMORY)
-
-
-@pytest.mark.parametrize(
-    "frozen",
-    [{}, {"part.0.w": values((9, 5), 3)}],
-    ids=["alone", "beside a frozen one of another number"],
-)
-def test_trained_weights_that_a_hook_leaves_out_of_the_module_are_exported(
-    frozen: dict[str, torch.Tensor], tmp_path: Path
-) -> None:
-    masters = {"part.1.w": values((9, 5), 1), "rest": values((3,), 2)}
-    root = save(Model([masters], frozen=frozen), Run(stage=1), tmp_path / "ckpt")
-    rewrite(file_of(root, "mp_rank_00_model*"), lambda state: state["module"].pop("part.1.w"))
-    zexport.consolidate(root, tmp_path / "out", _MEMORY)
-    exported = load_file(tmp_path / "out" / "model.safetensors")
-    assert exported.keys() == {*masters, *frozen}
-    assert torch.equal(exported["part.1.w"], masters["part.1.w"])
 
 
 # --- ties ---

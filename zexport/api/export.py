@@ -1,117 +1,121 @@
-"""An export, or a checkpoint for other ranks: planned, run, or both at once."""
+"""Export or reshard a checkpoint: plan, run, or both; whole, in parts, or on Ray."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from zexport.checkpoint.open import Checkpoint, open_checkpoint
+from zexport.checkpoint.resolve import NEWEST, locate
 from zexport.checkpoint.state import TrainingState
 from zexport.errors import UsageError
 from zexport.export.decide import decide
 from zexport.export.gather import gather
-from zexport.export.plan import ExportPlan
+from zexport.export.job import Job, OnProgress, load
+from zexport.export.overwrite import with_warnings
+from zexport.export.plan import ExportPlan, SideFile
+from zexport.export.plan_file import Request, seal, unseal
+from zexport.export.report import ExportReport, PartReport
+from zexport.export.run import export, export_part, finish_left
+from zexport.export.stream import read_plainly
+from zexport.export.summary import share_memory
+from zexport.export.write import VerifyMode
 from zexport.model.hub_cache import model_folder
 from zexport.options import (
     SHARD_NBYTES_MIN,
     Engine,
     ExportOptions,
     ReshardOptions,
+    Share,
     checks_arguments,
     chosen,
 )
-from zexport.run import execute
-from zexport.run.begin import noted, versions_in
-from zexport.run.destination import checked
-from zexport.run.execute import ExportReport, Progress, VerifyMode
-from zexport.store.address import Address, place
-
-_GB_MEANT = 1000
-"""Smaller numbers are of gigabytes, as the command line writes them."""
-
-OnProgress = Callable[[Progress], None]
+from zexport.storage.files import absolute, is_local, version
+from zexport.storage.json import values_of
+from zexport.storage.location import place
+from zexport.storage.os_errors import reading
 
 
 def plan_export(
     checkpoint: TrainingState, out_dir: Path | str, options: ExportOptions | None = None
 ) -> ExportPlan:
-    """The whole plan of an export; nothing is written.
+    """Return the complete plan of an export; nothing is written.
 
     Raises:
-        CheckpointError: the checkpoint has problems, or weights were left out of it.
-        UnsupportedError: its layout is not one that can be exported.
-        UsageError: an option cannot be meant.
-        OutputError: a training would resume from the folder, as it lies among checkpoints.
+        CheckpointError: the checkpoint has problems, or lacks weights.
+        UnsupportedError: its layout cannot be exported.
+        UsageError: an option is invalid.
+        OutputError: training would resume from the output, which is among checkpoints.
     """
     if options is not None and options.max_shard_nbytes < SHARD_NBYTES_MIN:
-        few = options.max_shard_nbytes
         raise UsageError(
-            "max_shard_nbytes is too few bytes for a file of weights",
-            found=few,
-            expected=f"{SHARD_NBYTES_MIN} or more",
-            hint=f"Give bytes, such as {max(few, 5) * 10 ** (9 if few < _GB_MEANT else 6):_}",
+            "max_shard_nbytes is too small for a file of weights",
+            found=f"{options.max_shard_nbytes} bytes",
+            expected=f"{SHARD_NBYTES_MIN} bytes or more",
         )
-    return checked(plan_anywhere(checkpoint, out_dir, options))
+    return with_warnings(plan_anywhere(checkpoint, out_dir, options))
 
 
 def plan_anywhere(
     checkpoint: TrainingState, out_dir: Path | str, options: ExportOptions | None = None
 ) -> ExportPlan:
-    """The plan of an export wherever its folder may lie, which is there already."""
+    """Return the plan of an export without looking at its output folder."""
     if options is not None and options.engine is Engine.DEEPSPEED:
-        _check_on_disks(checkpoint, place(out_dir), options)
-    known = versions_in(_beside(checkpoint, options))
-    return noted(decide(gather(checkpoint, options), out_dir), known)
+        _check_local((checkpoint.location.root, place(out_dir), options.base))
+    return _with_versions(decide(gather(checkpoint, options), out_dir))
 
 
 def plan_reshard(
     checkpoint: TrainingState, out_dir: Path | str, options: ReshardOptions
 ) -> ExportPlan:
-    """The whole plan of a resharding, which ``run_export`` runs; nothing is written.
+    """Return the complete plan of a resharding, for ``run_export``; nothing is written.
 
     Raises:
-        CheckpointError: the checkpoint has problems, or lacks what a training goes on from.
-        UnsupportedError: a state cannot be cut for other ranks.
-        UnsafeError: a value to be carried along cannot be written safely.
-        UsageError: an option cannot be meant.
+        CheckpointError: the checkpoint has problems, or lacks what resuming needs.
+        UnsupportedError: a state cannot be resharded.
+        UnsafeError: a value cannot be copied safely.
+        UsageError: an option is invalid.
     """
-    from zexport.resharding import plan  # noqa: PLC0415 - no export needs it
+    from zexport.resharding import plan  # noqa: PLC0415 - exports do not need it
 
-    known = versions_in(_beside(checkpoint))
-    return checked(noted(plan.plan_reshard(checkpoint, out_dir, options), known))
-
-
-def _beside(checkpoint: TrainingState, options: ExportOptions | None = None) -> list[Path]:
-    """The folders whose files may be copied: one that changes once it was judged is refused."""
-    base = None if options is None else options.base
-    root, parts = checkpoint.location.root, [part.root for part in checkpoint.parts]
-    return [root, root.parent, *parts, *([model_folder(base)] if base is not None else [])]
+    return with_warnings(_with_versions(plan.plan_reshard(checkpoint, out_dir, options)))
 
 
 def plan_folder(
     checkpoint: TrainingState, out_dir: Path | str, options: ExportOptions | ReshardOptions
 ) -> ExportPlan:
-    """The plan of what the options are of."""
+    """Return the plan of an export or a resharding."""
     if isinstance(options, ReshardOptions):
         return plan_reshard(checkpoint, out_dir, options)
     return plan_export(checkpoint, out_dir, options)
 
 
-def _check_on_disks(checkpoint: TrainingState, out_dir: Path, options: ExportOptions) -> None:
-    """Refuse addresses for DeepSpeed's own converter, which reads paths."""
-    far = [
-        one for one in (checkpoint.location.root, out_dir, options.base) if isinstance(one, Address)
-    ]
+def _check_local(paths: Iterable[Path | None]) -> None:
+    far = [path for path in paths if path is not None and not is_local(path)]
     if far:
         raise UsageError(
-            "the deepspeed engine reads and writes files of this machine alone",
+            "the deepspeed engine only reads and writes local files",
             path=far[0],
             hint="Copy the checkpoint to this machine, or leave --engine out",
         )
+
+
+def _with_versions(plan: ExportPlan) -> ExportPlan:
+    """Return the plan with the versions of the files to copy, so that changes are refused."""
+
+    def one(side: SideFile) -> SideFile:
+        if side.origin is None:
+            return side
+        with reading(side.origin):
+            return structs.replace(side, version=version(side.origin))
+
+    return replace(plan, side_files=tuple(map(one, plan.side_files)))
 
 
 def run_export(
@@ -121,32 +125,171 @@ def run_export(
     progress: OnProgress | None = None,
     confirm: Callable[[], object] | None = None,
 ) -> ExportReport:
-    """Make the plan's output folder, whole and on the disk, or nothing at all.
+    """Write the plan's output folder, complete and on the disk, or nothing.
 
     Args:
-        plan: from ``plan_export``.
-        verify: how the result is read again before the folder gets its name.
-        progress: told of every step.
-        confirm: called once all of the checkpoint is read; the folder gets no name if it raises.
+        plan: from ``plan_export`` or ``plan_reshard``.
+        verify: how files are read back before publishing.
+        progress: called at every step.
+        confirm: called once all sources are read; if it raises, nothing is published.
 
     Raises:
-        OutputError: the folder cannot be made.
-        CheckpointError: a source cannot be read, is damaged, or was changed since the plan.
-        UnsupportedError: the reference engine cannot rebuild this checkpoint.
-        UnsafeError: the reference engine would have to run unknown code.
-        VerificationError: what was written is not what was meant.
+        OutputError: the folder cannot be written.
+        CheckpointError: a source cannot be read, is damaged, or changed after planning.
+        UnsupportedError: the deepspeed engine cannot rebuild this checkpoint.
+        UnsafeError: the deepspeed engine would run unknown code.
+        VerificationError: a file does not read back as written.
     """
-    mode = chosen("verify", VerifyMode, verify)
-    with ExitStack() as stack:
-        reader = None
-        if plan.reference is not None:
-            from zexport.run.reference_engine import open_reference  # noqa: PLC0415 - imports DeepSpeed
+    reader = read_plainly
+    if plan.reference is not None:
+        from zexport.export.deepspeed_engine import deepspeed_reader  # noqa: PLC0415 - is slow
 
-            one = plan.reference
-            reader = stack.enter_context(open_reference(one.root, one.tag, one.tensors))
-        return execute.run_plan(
-            plan, reader=reader, verify=mode, progress=progress, confirm=confirm or (lambda: None)
-        )
+        reader = partial(deepspeed_reader, plan)
+    return export(
+        plan,
+        Request((str(place(plan.origin.folder).parent),), {}, follow_symlinks=True),
+        reader=reader,
+        verify=chosen("verify", VerifyMode, verify),
+        progress=progress,
+        confirm=confirm or (lambda: None),
+    )
+
+
+_OWN = ("jobs", "max_memory_nbytes", "overwrite", "base", "adapter_config", "ds_config")
+"""Options that may differ between parts: resources, and where a machine sees a path."""
+
+
+def _request(
+    checkpoint: Checkpoint,
+    options: ExportOptions | ReshardOptions,
+    tag: str | None,
+    parts: int | None,
+    *,
+    follow_symlinks: bool,
+) -> Request:
+    """Return what all parts are asked for, and where this one sees it.
+
+    Path and tag are resolved by every part: ``latest`` may name another checkpoint by now.
+    """
+    given = [checkpoint] if isinstance(checkpoint, Path | str) else checkpoint
+    paths = [place(one) for one in given]
+    more = [getattr(options, name, None) for name in ("base", "adapter_config", "ds_config")]
+    if more[0] is not None:
+        more[0] = model_folder(more[0])
+    if tag == NEWEST:
+        location = open_checkpoint(paths, tag=tag, follow_symlinks=follow_symlinks).location
+    else:
+        location = locate(paths[0], tag, follow_symlinks=follow_symlinks)
+    anchors = (location.root, *paths[1:], *(place(one) for one in more if one is not None))
+    choices = {name: one for name, one in values_of(options).items() if name not in _OWN}
+    choices |= {"checkpoint": location.name, "parts": parts}
+    return Request(tuple(str(absolute(one)) for one in anchors), choices, follow_symlinks)
+
+
+def shared_job(
+    checkpoint: Checkpoint,
+    out_dir: Path,
+    options: ExportOptions | ReshardOptions,
+    *,
+    verify: VerifyMode,
+    parts: int | None = None,
+    progress: OnProgress | None = None,
+    tag: str | None = None,
+    follow_symlinks: bool = False,
+) -> Job:
+    """Return the job of several parts: its sealed plan is loaded, or made by the first.
+
+    Ray has no fixed number of ``parts``.
+    """
+    if isinstance(options, ExportOptions) and options.engine is Engine.DEEPSPEED:
+        raise UsageError("--part and --ray need --engine native", found="deepspeed")
+    request = _request(checkpoint, options, tag, parts, follow_symlinks=follow_symlinks)
+    if (sealed := load(out_dir, request)) is None:
+        opened = open_checkpoint(checkpoint, tag=tag, follow_symlinks=follow_symlinks)
+        content = seal(plan_folder(opened, out_dir, options), request)
+        sealed = unseal(content, out_dir, out_dir, request)
+        return Job.of(sealed, verify, progress)
+    threads, chunk = share_memory(options, sealed.plan.shards)
+    own = replace(sealed.plan, jobs=threads, chunk_nbytes=chunk, overwrite=options.overwrite)
+    return Job.of(structs.replace(sealed, plan=own), verify, progress)
+
+
+@checks_arguments
+def consolidate_part(
+    checkpoint: Checkpoint,
+    out_dir: Path | str,
+    part: Share,
+    options: ExportOptions | ReshardOptions | None = None,
+    *,
+    tag: str | None = None,
+    follow_symlinks: bool = False,
+    verify: VerifyMode | str = VerifyMode.READBACK,
+    progress: OnProgress | None = None,
+) -> ExportReport | PartReport:
+    """Write one part of an export or a resharding; the last part publishes the output.
+
+    The output is byte for byte that of ``consolidate``. Parts run at the same time or one after
+    another, on any machine that sees both folders.
+
+    Args:
+        part: number and count; all else as for ``consolidate``, and the same for all parts.
+
+    Raises:
+        OutputError: the folder was begun for another plan, or another process writes this part.
+        ZexportError: as ``consolidate``.
+    """
+    began = time.monotonic()
+    how: dict[str, Any] = {"tag": tag, "follow_symlinks": follow_symlinks, "progress": progress}
+    mode, options = chosen("verify", VerifyMode, verify), options or ExportOptions()
+    job = shared_job(checkpoint, place(out_dir), options, verify=mode, parts=part.count, **how)
+    return replace(export_part(job, part), seconds=time.monotonic() - began)
+
+
+reshard_part = consolidate_part
+
+
+def finish_export(
+    out_dir: Path | str,
+    *,
+    verify: VerifyMode | str = VerifyMode.READBACK,
+    progress: OnProgress | None = None,
+) -> ExportReport:
+    """Publish an output whose parts are all written but whose last process died.
+
+    Raises:
+        OutputError: ``out_dir`` has no parts, or some are missing.
+        ZexportError: as ``consolidate`` or ``reshard``.
+    """
+    return finish_left(
+        place(out_dir), verify=chosen("verify", VerifyMode, verify), progress=progress
+    )
+
+
+def export_by_ray(
+    address: str,
+    checkpoint: Checkpoint,
+    out_dir: Path,
+    options: ExportOptions | ReshardOptions,
+    *,
+    verify: VerifyMode = VerifyMode.READBACK,
+    progress: OnProgress | None = None,
+    **how: Any,
+) -> tuple[ExportPlan, ExportReport]:
+    """Write an output on a Ray cluster (``local``, ``auto`` or an address).
+
+    ``how`` are ``tag`` and ``follow_symlinks``.
+
+    Raises:
+        UsageError: Ray is not installed, there is no cluster, or a node has no zexport.
+        ZexportError: as ``consolidate`` or ``reshard``.
+    """
+    from zexport.export.ray import connected, export_on_cluster  # noqa: PLC0415 - only for --ray
+
+    began = time.monotonic()
+    with connected(address):
+        job = shared_job(checkpoint, absolute(place(out_dir)), options, verify=verify, **how)
+        done = export_on_cluster(job, options.jobs, progress)
+    return job.plan, replace(done, seconds=time.monotonic() - began)
 
 
 @checks_arguments
@@ -161,27 +304,25 @@ def consolidate(
     progress: OnProgress | None = None,
     **choices: Any,
 ) -> ExportReport:
-    """Turn a ZeRO checkpoint into a Hugging Face model folder.
+    """Export a ZeRO checkpoint as a Hugging Face model folder.
 
     Args:
-        checkpoint: any level of the checkpoint's folders; several where nodes kept their own parts.
-        out_dir: the folder to make; it appears complete or not at all.
-        options: element type, names, sizes; see ``ExportOptions``.
-        tag: which checkpoint, where there are several.
-        follow_symlinks: read what a link leads to, wherever that is.
-        verify: how the result is read again before the folder gets its name.
-        progress: told of every step.
+        checkpoint: any level of the checkpoint's folders; several for a node-local checkpoint.
+        out_dir: the output folder; it appears complete or not at all.
+        options: dtype, names, sizes; see ``ExportOptions``.
+        tag: which checkpoint, if there are several.
+        follow_symlinks: read links that lead outside the input folders.
+        verify: how files are read back before publishing.
+        progress: called at every step.
         **choices: fields of ``options`` by name, such as ``dtype="bf16"``.
 
     Raises:
         TypeError: no option has such a name.
-        ZexportError: one of its kinds; ``exit_code`` and ``kind`` tell which.
+        ZexportError: one of its kinds; see ``exit_code`` and ``kind``.
     """
-    began = time.monotonic()
-    opened = open_checkpoint(checkpoint, tag=tag, follow_symlinks=follow_symlinks)
-    plan = plan_export(opened, out_dir, replace(options or ExportOptions(), **choices))
-    done = run_export(plan, verify=verify, progress=progress)
-    return replace(done, seconds=time.monotonic() - began)
+    how = {"tag": tag, "follow_symlinks": follow_symlinks}
+    options = replace(options or ExportOptions(), **choices)
+    return _run(checkpoint, out_dir, options, how, verify, progress)
 
 
 @checks_arguments
@@ -196,14 +337,26 @@ def reshard(
     progress: OnProgress | None = None,
     **choices: Any,
 ) -> ExportReport:
-    """Turn a ZeRO checkpoint into one that the same training goes on from on other ranks.
+    """Write a ZeRO checkpoint for another world size or stage, to resume training.
 
-    ``out_dir`` is of the same arrangement as the checkpoint (a Trainer's ``checkpoint-N``, say);
-    ``options`` are number of ranks, stage and more, of which each may be given by its name, such as
-    ``world_size=3``. All else is as for ``consolidate``.
+    ``out_dir`` has the same layout as the checkpoint's folder, such as a Trainer's
+    ``checkpoint-N``. ``options`` are world size, stage and more, each also by name, such as
+    ``world_size=3``. All else as for ``consolidate``.
     """
+    how = {"tag": tag, "follow_symlinks": follow_symlinks}
+    options = replace(options or ReshardOptions(), **choices)
+    return _run(checkpoint, out_dir, options, how, verify, progress)
+
+
+def _run(
+    checkpoint: Checkpoint,
+    out_dir: Path | str,
+    options: ExportOptions | ReshardOptions,
+    how: dict[str, Any],
+    verify: VerifyMode | str,
+    progress: OnProgress | None,
+) -> ExportReport:
     began = time.monotonic()
-    opened = open_checkpoint(checkpoint, tag=tag, follow_symlinks=follow_symlinks)
-    plan = plan_reshard(opened, out_dir, replace(options or ReshardOptions(), **choices))
+    plan = plan_folder(open_checkpoint(checkpoint, **how), out_dir, options)
     done = run_export(plan, verify=verify, progress=progress)
     return replace(done, seconds=time.monotonic() - began)

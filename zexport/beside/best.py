@@ -9,8 +9,8 @@ from zexport.beside.sightings import TRAINER_STATE, Sighting
 from zexport.checkpoint.zero.file_names import MODEL_FILES, rank_files
 from zexport.formats.pickle_view import PickleView
 from zexport.formats.torch_file import read_torch_file
-from zexport.store.contents import read_json_object
-from zexport.store.folders import is_file
+from zexport.storage.contents import read_json_object
+from zexport.storage.files import is_file
 
 
 def best_names(run: Path, newest: list[Sighting]) -> set[str]:

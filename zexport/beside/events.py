@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from zexport.report.failure import Told
-from zexport.store.json import JsonObject, Natural, form_of
+from zexport.storage.json import JsonObject, Natural, form_of
 
 
 class EventKind(StrEnum):

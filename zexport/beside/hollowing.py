@@ -19,32 +19,35 @@ from zexport.beside.pruned_note import NOTE, Note
 from zexport.checkpoint.open import open_checkpoint
 from zexport.checkpoint.state import TrainingState, source_of
 from zexport.errors import CheckpointError, UnsupportedError
+from zexport.export.destination import abandon, keep_finished
+from zexport.export.job import OnProgress, find_unwritten
+from zexport.export.journal import Journal
 from zexport.export.plan import ExportPlan, Form, Origin, SourceFile
+from zexport.export.plan_file import Request, seal, unseal
+from zexport.export.progress import Meter, Progress
 from zexport.export.proof import WeightReader
+from zexport.export.stream import read_plainly
 from zexport.export.summary import share_memory
+from zexport.export.write import VerifyMode, write_files
 from zexport.options import ReshardOptions
 from zexport.ranges.extents import paths_of
 from zexport.ranges.replicas import Replica
 from zexport.resharding.without_moments import DELETE_BY_HAND, Rewriting
-from zexport.run.execute import Progress, fill
-from zexport.run.receipts import drop_unfinished
-from zexport.run.staging import clear_up
-from zexport.store.contents import write_durably
-from zexport.store.files import reading, sync_path, writing
-from zexport.store.folders import (
+from zexport.storage.files import (
     children,
     exists,
     is_file,
     make_folder,
-    move,
     real,
     remove,
-    take_place,
-    times_kept,
+    sync_path,
+    write_durably,
 )
-from zexport.store.links import point
-from zexport.store.publish import workplaces
-from zexport.store.versions import Version
+from zexport.storage.local import rename as rename_folder
+from zexport.storage.local import symlink, take_place, times_kept
+from zexport.storage.locks import workplaces
+from zexport.storage.os_errors import reading, writing
+from zexport.storage.storage import Version
 
 
 def of_a_resume(place: Place) -> list[Path]:
@@ -67,16 +70,16 @@ def stage(
     view = partial / place.original_tag
     with writing(partial):
         make_folder(partial)
-        drop_unfinished(partial)
+        keep_finished(partial)
     if own:
-        fill(_plan(opened, place, own), partial, progress)
+        _fill(_plan(opened, place, own), partial, progress)
     with reading(place.tag_dir):
         links = {view / path.name: real(path) for path in children(place.tag_dir)}
     with writing(partial):
         make_folder(view)
         for link, path in links.items():
             if not exists(link):
-                point(path, link)
+                symlink(path, link)
     return [Path(one.file.filename).name for one in own]
 
 
@@ -84,10 +87,28 @@ def unstage(place: Place, error: BaseException) -> None:
     """Keep what was staged for the next call, or nothing where the run has removed the folder."""
     partial, _ = workplaces(place.target)
     if exists(place.folder):
-        clear_up(partial, error)
+        abandon(partial, error)
         return
     with suppress(OSError):  # as in the way of the error itself
         remove(partial)
+
+
+def _fill(plan: ExportPlan, folder: Path, progress: OnProgress | None) -> None:
+    """Write a plan's files into ``folder``; a rerun reuses what an interrupted one finished."""
+    sealed = unseal(seal(plan, Request((), {})), folder, folder)
+    journal = Journal(folder, sealed.digest, (one.path for one in plan.sources))
+    meter = Meter(progress, reads_again=False)
+    rest = find_unwritten(sealed, range(len(sealed.sizes)), folder, journal, meter)
+    files = [plan.shards[number] for number in rest]
+    for path in {journal.folder, *((folder / file.filename).parent for file in files)}:
+        make_folder(path)
+    with WeightReader.of_plan(plan) as sources:
+        sources.compare()
+        read = read_plainly(sources)
+        write_files(plan, files, folder, journal, sources, VerifyMode.NONE, meter, read)
+        for receipt in filter(None, (journal.find(one.filename) for one in sealed.sizes)):
+            sources.take(journal.ranges(receipt))
+        sources.finish()
 
 
 def _plan(opened: TrainingState, place: Place, own: Sequence[Rewriting]) -> ExportPlan:
@@ -175,7 +196,7 @@ def rename(places: Sequence[Place], noted: Sequence[Mapping[Path, Version]]) -> 
 
 def _move(folder: Path, name: Path) -> None:
     with writing(name):
-        move(folder, name)
+        rename_folder(folder, name)
         sync_path(name.parent)
 
 

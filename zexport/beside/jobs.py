@@ -20,9 +20,8 @@ from msgspec import Struct
 
 from zexport.errors import UsageError
 from zexport.report.failure import Failure, Told
-from zexport.store.client import options_in_use
-from zexport.store.files import read_at, size_now
-from zexport.store.json import decoded
+from zexport.storage.client import options_in_use
+from zexport.storage.json import decoded
 
 _NICENESS = 10
 _END_S = 20
@@ -121,7 +120,8 @@ class Job:
 
     def complaint(self) -> str:
         """The end of what it has written to stderr since this was asked before."""
-        last = size_now(self._err) - 4 * _TAIL  # a command may have written gigabytes
+        size = os.fstat(self._err.fileno()).st_size
+        last = size - 4 * _TAIL  # a command may have written gigabytes
         begin = max(self._complained, last)
         said = _read(self._err, begin)
         self._complained = begin + len(said.encode(errors="surrogateescape"))
@@ -152,7 +152,7 @@ UNTOLD = "internal"
 def _read(file: FileIO, begin: int) -> str:
     """What a file holds from a place on; its process goes on writing where it is."""
     content = b""
-    while data := read_at(file, begin + len(content), _READ_NBYTES):
+    while data := os.pread(file.fileno(), _READ_NBYTES, begin + len(content)):
         content += data
     return content.decode(errors="surrogateescape")
 

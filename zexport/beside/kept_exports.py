@@ -14,8 +14,8 @@ from zexport.beside.sightings import Sighting
 from zexport.errors import OutputError, ZexportError
 from zexport.printable import some
 from zexport.report.failure import Told
-from zexport.store.boundary import Boundary
-from zexport.store.folders import exists
+from zexport.storage.files import exists
+from zexport.storage.symlink_policy import Boundary
 
 
 class Shelf:

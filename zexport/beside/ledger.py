@@ -10,6 +10,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 from blake3 import blake3
@@ -20,24 +21,28 @@ from zexport.beside.events import EventKind, WatchEvent
 from zexport.beside.newest import Age
 from zexport.beside.sightings import Sighting
 from zexport.errors import OutputError
+from zexport.export.overwrite import check_content
 from zexport.filenames import MANIFEST_NAME
 from zexport.report.failure import Told
-from zexport.run.staging import check_content
-from zexport.store.address import Address, place
-from zexport.store.contents import read_edition, read_whole, rewrite, write_durably
-from zexport.store.files import reading, writing
-from zexport.store.folders import (
+from zexport.storage.contents import read_edition, read_whole, rewrite
+from zexport.storage.files import (
     child_folders,
     exists,
     is_file,
-    look_anew,
+    is_local,
     make_folder,
     matching,
-    move,
+    refresh,
     remove,
+    write_durably,
 )
-from zexport.store.objects import Edition
-from zexport.store.publish import locked_file
+from zexport.storage.local import rename
+from zexport.storage.location import place
+from zexport.storage.locks import locked_file
+from zexport.storage.os_errors import reading, writing
+
+if TYPE_CHECKING:
+    from zexport.storage.requests import Edition
 
 OWN_FOLDER = ".zexport-watch"
 """Of a watch, in the folder of its exports."""
@@ -129,7 +134,7 @@ class Ledger:
     def _check_stopped(self) -> None:
         """Refuse to begin where another watch exports: it counts on meanwhile."""
         end = time.monotonic() + 2.5 * BEAT_S
-        while isinstance(self._path, Address) and time.monotonic() < end:
+        while not is_local(self._path) and time.monotonic() < end:
             time.sleep(BEAT_S / 10)
             if read_edition(self._path)[1] != self._known:
                 raise self._other()
@@ -171,7 +176,7 @@ class Ledger:
 
     def beat(self) -> None:
         """Show other watches that this one works."""
-        if isinstance(self._path, Address):
+        if not is_local(self._path):
             self._write()
 
     def _write(self) -> None:
@@ -248,7 +253,7 @@ class Ledger:
             OutputError: it is not as it was made, or cannot be removed.
         """
         out, away = self.out(name), self._path.parent / f"removed-{name}"
-        check_content(out, overwrite=True)
+        check_content(out, overwrite=True, is_checkpoint=False)
         if not self.is_ours(name):
             raise OutputError("was changed since it was made", path=out, hint="Remove it yourself")
         before = self._entries[name]
@@ -267,13 +272,13 @@ class Ledger:
 
 def _remove_by(away: Path, out: Path) -> None:
     """Remove an export, which has another name meanwhile; an object beside a bucket's says so."""
-    if isinstance(away, Address):
+    if not is_local(away):
         write_durably(away, b"")
         _remove_object_folder(out)
     else:
         if exists(away):
             remove(away)
-        move(out, away)
+        rename(out, away)
     remove(away)
 
 
@@ -295,9 +300,9 @@ def held(outs: Path) -> Iterator[Path]:
     place = outs / OWN_FOLDER
     with writing(place):
         make_folder(place)
-    if isinstance(place, Address):
+    if not is_local(place):
         with writing(place):
-            look_anew(place)
+            refresh(place)
             for left in matching(place, "removed-*"):
                 _remove_object_folder(outs / left.name.removeprefix("removed-"))
                 remove(left)

@@ -16,8 +16,8 @@ from zexport.beside.sightings import Sighting, look, out_of_reach
 from zexport.errors import OutputError, ZexportError
 from zexport.printable import printable
 from zexport.report.failure import Told
-from zexport.store.boundary import Boundary
-from zexport.store.files import free_nbytes
+from zexport.storage.files import storage_of
+from zexport.storage.symlink_policy import Boundary
 
 _RETRY_S = 60.0
 """A full disk may have room again after so long, or the machine memory for what it has killed."""
@@ -129,7 +129,7 @@ class Lookout:
             if one.folder is None or (there is not None and there.mark == one.seen.mark):
                 continue
             with suppress(OSError):  # no run's folder, no training
-                if free_nbytes(self.run) < one.seen.nbytes * _A_SAVE:
+                if (storage_of(self.run).free_nbytes(self.run) or 0) < one.seen.nbytes * _A_SAVE:
                     self.let_go(one.seen.name)
                     why = "the run removed it, and its disk needs the room for the next save"
                     yield self._ledger.event(EventKind.LOST, one.seen.name, one.step, why=why)

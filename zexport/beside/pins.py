@@ -20,24 +20,23 @@ from msgspec.structs import replace
 from zexport.beside.sightings import Sighting, sighting
 from zexport.errors import CheckpointError, ZexportError
 from zexport.report.failure import Told
-from zexport.store.address import Address
-from zexport.store.boundary import Boundary
-from zexport.store.files import writing
-from zexport.store.folders import (
-    cache_folder,
+from zexport.storage.files import (
     children,
     exists,
     is_file,
     is_folder,
     is_link,
+    is_local,
     leaves,
-    look_anew,
     make_folder,
-    move,
     real,
+    refresh,
     remove,
 )
-from zexport.store.links import keep, point
+from zexport.storage.local import hard_link, rename, symlink
+from zexport.storage.location import cache_folder
+from zexport.storage.os_errors import writing
+from zexport.storage.symlink_policy import Boundary
 
 
 class Pin(Struct, frozen=True):
@@ -76,7 +75,7 @@ class Pin(Struct, frozen=True):
         if self.folder is not None:
             boundary = Boundary.of(self.path.parent)
         try:
-            look_anew(self.path)
+            refresh(self.path)
             return sighting(self.path.parent, self.path.name, boundary).mark
         except (CheckpointError, OSError):  # in doubt nothing has changed: this may be all of it
             is_there = exists(self.path / self.seen.tag_dir.relative_to(self.seen.folder))
@@ -91,7 +90,7 @@ class Pin(Struct, frozen=True):
 
 def pins_folder(outs: Path, own: Path) -> Path:
     """Where pins for exports to ``outs`` are kept: with the watch's ``own`` files, or on a disk."""
-    if not isinstance(outs, Address):
+    if is_local(outs):
         return own / "pins"
     name = blake3(str(outs).encode()).hexdigest()[:16]
     return cache_folder() / "zexport" / f"watch-{name}" / "pins"
@@ -108,13 +107,13 @@ def pin(seen: Sighting, step: int | None, place: Path, boundary: Boundary) -> Pi
     """
     folder, unfinished = place / seen.name, place.with_name("unfinished")
     unkept = Pin(seen, step, is_unproved=seen.is_unproved)
-    if isinstance(seen.run, Address):
+    if not is_local(seen.run):
         return unkept
     try:
         _fill(unfinished, seen, boundary)
         with writing(place):
             make_folder(place)  # anew, where somebody has removed all exports
-            move(unfinished, folder)
+            rename(unfinished, folder)
     except BaseException as error:
         with suppress(OSError):
             remove(unfinished)
@@ -132,9 +131,9 @@ def _fill(unfinished: Path, seen: Sighting, boundary: Boundary) -> None:
             make_folder(target.parent)
         kept.append(path)
         if boundary.holds(path):
-            keep(real(path), target)
+            hard_link(real(path), target)
         else:
-            point(real(path), target)
+            symlink(real(path), target)
     there = {*kept}
     wanted = [*kept, *(seen.tag_dir / name for name in seen.versions)]
     if gone := next((one for one in wanted if one not in there or not exists(one)), None):

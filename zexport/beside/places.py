@@ -8,10 +8,10 @@ from zexport.beside.ledger import OWN_FOLDER
 from zexport.beside.prunable import is_one_checkpoint
 from zexport.checkpoint.resolve import is_tag_dir, list_run_checkpoints, list_tags
 from zexport.errors import NotACheckpointError, UsageError
+from zexport.export.overwrite import real_path
 from zexport.printable import shell_word
-from zexport.run.staging import real_path
-from zexport.store.files import reading, writing
-from zexport.store.folders import exists, is_folder
+from zexport.storage.files import exists, is_folder
+from zexport.storage.os_errors import reading, writing
 
 
 def check_places(run: Path, outs: Path, *, once: bool) -> None:

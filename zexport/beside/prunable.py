@@ -25,27 +25,28 @@ from zexport.checkpoint.resolve import (
 )
 from zexport.checkpoint.state import TrainingState
 from zexport.errors import OutputError, UnsupportedError, UsageError, VerificationError
+from zexport.export.manifest import Manifest
+from zexport.export.overwrite import real_path
 from zexport.filenames import MANIFEST_NAME
 from zexport.formats.pickle_view import PickleView
 from zexport.options import ExportOptions
 from zexport.printable import some
-from zexport.run.manifest import Manifest
-from zexport.run.staging import real_path
-from zexport.store.boundary import Boundary
-from zexport.store.contents import read_json_object
-from zexport.store.files import reading, version
-from zexport.store.folders import (
+from zexport.storage.contents import read_json_object
+from zexport.storage.files import (
     child_folders,
     exists,
     is_file,
     is_link,
-    is_mount,
     leaves,
     real,
     subfolders,
+    version,
 )
-from zexport.store.json import as_table
-from zexport.store.versions import Version
+from zexport.storage.json import as_table
+from zexport.storage.location import is_mount
+from zexport.storage.os_errors import reading
+from zexport.storage.storage import Version
+from zexport.storage.symlink_policy import Boundary
 
 _OF_ONE = re.compile(r"(checkpoint|ckpt|(global_?)?step|iter(ation)?|epoch)s?[-_=]?\d.*", re.I)
 """Names of folders made for one checkpoint; a number alone, or a date, may be a run's."""

@@ -12,7 +12,6 @@ from pathlib import Path
 from blake3 import blake3
 
 from zexport import __version__
-from zexport.api.export import OnProgress
 from zexport.api.verify import verify_export
 from zexport.beside.hollowing import (
     check_as_noted,
@@ -35,17 +34,18 @@ from zexport.checkpoint.open import Checkpoint, open_checkpoint
 from zexport.checkpoint.resolve import original_name
 from zexport.checkpoint.state import raise_problems
 from zexport.errors import OutputError, VerificationError
+from zexport.export.job import OnProgress
+from zexport.export.manifest import read_manifest
 from zexport.filenames import MANIFEST_NAME
 from zexport.options import CheckMode, checks_arguments
 from zexport.printable import brief, some
 from zexport.resharding.without_moments import DELETE_BY_HAND, without_moments
-from zexport.run.manifest import read_manifest
-from zexport.store.address import Address, place
-from zexport.store.contents import read_whole
-from zexport.store.files import reading, version
-from zexport.store.folders import absolute
-from zexport.store.json import JsonObject, Natural, form_of
-from zexport.store.publish import locked
+from zexport.storage.contents import read_whole
+from zexport.storage.files import absolute, is_local, version
+from zexport.storage.json import JsonObject, Natural, form_of
+from zexport.storage.location import place
+from zexport.storage.locks import locked
+from zexport.storage.os_errors import reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ def _local(checkpoint: Checkpoint) -> list[Path]:
     """The folders of a checkpoint from the root on; one in object storage is refused."""
     listed = [checkpoint] if isinstance(checkpoint, Path | str) else checkpoint
     paths = [absolute(place(one)) for one in listed]
-    far = next((one for one in paths if isinstance(one, Address)), None)
+    far = next((one for one in paths if not is_local(one)), None)
     if far is not None:
         raise OutputError(
             "lies in object storage, where nothing is pruned",

@@ -9,15 +9,12 @@ import msgspec
 from msgspec import Struct
 
 from zexport.errors import DamagedCheckpointError
-from zexport.store.contents import fresh_name, read_regular
-from zexport.store.files import reading
-from zexport.store.folders import is_file
-from zexport.store.json import SCHEMA, Natural
+from zexport.storage.contents import read_regular
+from zexport.storage.files import is_file
+from zexport.storage.json import SCHEMA, Natural
+from zexport.storage.os_errors import reading
 
 NOTE = "zexport_pruned.json"
-NOTES = (NOTE, fresh_name(NOTE))
-"""Files of ours next to the rank files; the second is left if writing was interrupted."""
-
 _NBYTES_MAX = 64 << 20
 
 

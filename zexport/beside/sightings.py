@@ -15,7 +15,7 @@ from pathlib import Path
 from blake3 import blake3
 from msgspec import Struct
 
-from zexport.beside.pruned_note import NOTES
+from zexport.beside.pruned_note import NOTE
 from zexport.checkpoint.open import open_checkpoint
 from zexport.checkpoint.resolve import (
     PRUNED,
@@ -31,11 +31,19 @@ from zexport.checkpoint.resolve import (
 )
 from zexport.checkpoint.state import TrainingState
 from zexport.errors import CheckpointError, ZexportError
-from zexport.store.boundary import Boundary
-from zexport.store.contents import read_json_object
-from zexport.store.files import changed_ns, listed_version, reading
-from zexport.store.folders import child_folders, exists, is_folder, leaves, list_below, look_anew
-from zexport.store.versions import Version
+from zexport.storage.contents import read_json_object
+from zexport.storage.files import (
+    changed_ns,
+    child_folders,
+    exists,
+    is_folder,
+    leaves,
+    listed_version,
+    refresh,
+)
+from zexport.storage.os_errors import reading
+from zexport.storage.storage import Version
+from zexport.storage.symlink_policy import Boundary
 
 STILL_S = 600
 """What has not changed for so long will not change: an export says what is wrong with it."""
@@ -177,7 +185,7 @@ def look(run: Path, boundary: Boundary) -> tuple[Sighting, ...]:
         CheckpointError: the folder cannot be read.
     """
     try:
-        list_below(run)
+        refresh(run, below=True)
         run = run_folder(run)
         found = [*_sightings(run, boundary)]
     except FileNotFoundError:
@@ -224,7 +232,7 @@ def out_of_reach(run: Path, seen: Container[str]) -> Iterator[tuple[str, Checkpo
 def sighting(run: Path, name: str, boundary: Boundary) -> Sighting:
     """The checkpoint of that name in a run, as its framework saved it."""
     located = locate(run / name, follow_symlinks=boundary.follow)
-    saved = (path for path in leaves(located.tag_dir) if path.name not in NOTES)
+    saved = (path for path in leaves(located.tag_dir) if NOTE not in path.name)
     files = [path for path in saved if boundary.holds(path) and not is_folder(path)]
     versions = {str(path.relative_to(located.tag_dir)): listed_version(path) for path in files}
     changed = max((changed_ns(path) or 0 for path in files), default=0)
@@ -237,7 +245,7 @@ def check_as_seen(folder: Path, mark: str, *, follow: bool) -> None:
     Raises:
         CheckpointError: it was saved anew, or removed.
     """
-    look_anew(folder)
+    refresh(folder)
     within = Boundary.of(folder.parent, follow=follow)
     with reading(folder):
         found = sighting(folder.parent, folder.name, within).mark

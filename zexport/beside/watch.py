@@ -27,13 +27,13 @@ from zexport.beside.pins import Pin, pins_folder
 from zexport.beside.places import check_places
 from zexport.beside.sightings import look
 from zexport.errors import CheckpointError, OutputError
+from zexport.export.write import VerifyMode
 from zexport.options import ExportOptions, checks_arguments, chosen
 from zexport.report.failure import Told
-from zexport.run.readback import VerifyMode
-from zexport.store.address import place
-from zexport.store.boundary import Boundary
-from zexport.store.folders import absolute, exists, look_anew, make_folder, real
-from zexport.store.publish import is_being_written
+from zexport.storage.files import absolute, exists, make_folder, real, refresh
+from zexport.storage.location import place
+from zexport.storage.locks import is_being_written
+from zexport.storage.symlink_policy import Boundary
 
 _SETTLE_S = 2.0
 """Between the two looks of a watch that looks once."""
@@ -294,7 +294,7 @@ class _Work:
             self.command = None
         else:
             self.task = None
-        look_anew(task.event.out)
+        refresh(task.event.out)
         if task.pin is not None:
             ended = self._exported(task, task.pin, code)
         else:

@@ -20,9 +20,9 @@ from zexport.errors import NotACheckpointError, ZexportError
 from zexport.model.hub_cache import model_folder
 from zexport.options import ExportOptions
 from zexport.report.failure import Failure
-from zexport.store.address import place
-from zexport.store.folders import absolute, is_folder
-from zexport.store.json import decoded
+from zexport.storage.files import absolute, is_folder
+from zexport.storage.json import decoded
+from zexport.storage.location import place
 
 _LOG = logging.getLogger("zexport.callbacks")
 _NEWS = (EventKind.EXPORTED, EventKind.SKIPPED)

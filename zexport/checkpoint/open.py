@@ -23,8 +23,8 @@ from zexport.checkpoint.state import TrainingState
 from zexport.checkpoint.trainer_state import run_warnings
 from zexport.errors import UsageError
 from zexport.options import checks_arguments
-from zexport.store.address import place
-from zexport.store.files import reading
+from zexport.storage.location import place
+from zexport.storage.os_errors import reading
 
 Checkpoint: TypeAlias = "Path | str | Sequence[Path | str]"
 """A path to a checkpoint, or one for each node that has a part of it."""

@@ -6,7 +6,6 @@ A path may be a run's output folder (with ``checkpoint-N`` folders), a folder wi
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -29,12 +28,21 @@ from zexport.errors import (
 )
 from zexport.filenames import SOURCE_SIDECAR
 from zexport.printable import some
-from zexport.store.address import Address, last_names
-from zexport.store.boundary import Boundary
-from zexport.store.contents import read_regular
-from zexport.store.files import reading
-from zexport.store.folders import absolute, child_folders, exists, is_file, is_folder, is_link, real
-from zexport.store.publish import check_finished, is_unfinished
+from zexport.storage.contents import read_regular
+from zexport.storage.files import (
+    absolute,
+    child_folders,
+    exists,
+    is_file,
+    is_folder,
+    is_link,
+    is_local,
+    real,
+)
+from zexport.storage.location import last_names
+from zexport.storage.locks import check_finished, is_unfinished
+from zexport.storage.os_errors import reading
+from zexport.storage.symlink_policy import Boundary
 
 NEWEST = "newest"
 """``--tag newest``: the newest complete checkpoint."""
@@ -273,7 +281,7 @@ def _children_that(fit: Callable[[Path], bool], folder: Path) -> tuple[str, ...]
             if fit(child) and _linked_sibling(child) is None and not is_unfinished(child):
                 names.append(child.name)
         except PermissionError:  # such as lost+found on a mounted disk
-            if isinstance(child, Address):
+            if not is_local(child):
                 raise
     return tuple(sorted(names, key=_by_number))
 
@@ -336,7 +344,7 @@ def _existing(path: Path) -> Path:
     hint = "Pass the run folder, checkpoint-N, or the folder that contains `latest`"
     if exists(pruned := pruned_name(path)):
         hint = f"It was pruned: pass {pruned}"
-    elif not isinstance(path, Address):
+    elif is_local(path):
         above = next(parent for parent in path.parents if is_folder(parent))
         wanted, *below = path.relative_to(above).parts
         with suppress(PermissionError):
@@ -353,6 +361,8 @@ def _similar(name: str, names: Sequence[str]) -> str | None:
     same = [one for one in names if _DIGITS.findall(one) == numbers]
     if numbers and len(same) == 1:
         return same[0]
+    import difflib  # noqa: PLC0415 - only for an error
+
     return next(iter(difflib.get_close_matches(name, same, 1)), None)
 
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from zexport.checkpoint.resolve import Location
 from zexport.checkpoint.state import TrainingState
 from zexport.errors import ZexportError
-from zexport.store.contents import read_json_object
-from zexport.store.folders import children, is_file
-from zexport.store.json import JsonObject, tables_in
+from zexport.storage.contents import read_json_object
+from zexport.storage.files import children, is_file
+from zexport.storage.json import JsonObject, tables_in
 
 _STATE = "trainer_state.json"
 _TAG_STEP = re.compile(r"global_step(\d{1,18})(?:_universal)?", re.ASCII)

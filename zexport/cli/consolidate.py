@@ -20,8 +20,8 @@ from zexport.cli.options import (
 from zexport.errors import UsageError
 from zexport.options import ExportDType, dtype_name
 from zexport.printable import shell_word
-from zexport.store.address import local_path
-from zexport.store.folders import exists
+from zexport.storage.files import exists
+from zexport.storage.location import local_path
 
 
 @click.command(short_help="Turn a ZeRO checkpoint into a Hugging Face model folder.")
@@ -84,7 +84,7 @@ def _uploading(
     repository: str, out: Path, making: Making, *, overwrite: bool
 ) -> Callable[[], None]:
     """What uploads the folder once it is made, where that is possible."""
-    from zexport.store.hub import check_repository, push
+    from zexport.storage.hub import check_repository, push
 
     folder = local_path(out)
     if making.part is not None:

@@ -66,9 +66,9 @@ def diff(
 
     Example: zexport diff model base
     """
-    from zexport.api.compare import diff_models, diff_states
     from zexport.cli.progress import progress_printer
-    from zexport.compare.states import are_checkpoints
+    from zexport.compare.diff import diff_models
+    from zexport.compare.states import are_checkpoints, diff_states
     from zexport.report.diff import diff_json, print_diff
 
     are_trainings = states or are_checkpoints(a, b)

@@ -23,7 +23,7 @@ def finish(*, out: Path, json: bool, progress: str, quiet: bool) -> None:
 
     Example: zexport finish model
     """
-    from zexport.api.parts import finish_export
+    from zexport.api.export import finish_export
     from zexport.cli.progress import progress_printer
 
     with progress_printer(progress, quiet=quiet) as on_progress:

@@ -185,7 +185,7 @@ def _tell(error: ZexportError, *, as_json: bool) -> int:
         click.echo(line, err=True)
     if as_json:
         from zexport.report.failure import Failure, Told
-        from zexport.store.json import form_of
+        from zexport.storage.json import form_of
 
         with suppress(OutputError, BrokenPipeError):  # the first failure is the one to be told
             put_json(form_of(Failure(Told.of(error))))

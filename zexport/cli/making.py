@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -22,20 +22,19 @@ from zexport.cli.options import (
     storage_option,
     together,
 )
-from zexport.cli.part import executing, part_option, ray_option
+from zexport.cli.part import part_option, ray_option
 from zexport.cli.streams import put_out
-from zexport.errors import NotACheckpointError
-from zexport.options import ExportOptions, ReshardOptions
+from zexport.errors import NotACheckpointError, UsageError
+from zexport.options import ExportOptions, ReshardOptions, Share
 from zexport.printable import shell_word
-from zexport.store.address import Address
-from zexport.store.folders import exists
+from zexport.storage.files import exists, is_local
 
 if TYPE_CHECKING:
-    from zexport.api.parts import Request
+    from zexport.export.job import OnProgress
     from zexport.export.plan import ExportPlan
-    from zexport.run.execute import ExportReport, PartReport
-    from zexport.run.shares import Share
-    from zexport.store.json import Json
+    from zexport.export.report import ExportReport, PartReport
+    from zexport.export.write import VerifyMode
+    from zexport.storage.json import Json
 
 
 _FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
@@ -94,36 +93,28 @@ class Making(Struct, frozen=True):
 
         ``confirm`` is asked before the folder gets its name; ``then`` is done once it is there.
         """
-        from zexport.api.export import plan_folder
+        from zexport.api.export import plan_folder, run_export
         from zexport.checkpoint.open import open_checkpoint
         from zexport.cli.progress import progress_printer
-        from zexport.run.execute import ExportReport, VerifyMode
+        from zexport.export.report import ExportReport
+        from zexport.export.write import VerifyMode
 
         _check_order(ckpts, out)
         _give_back_memory()
-        mode, follow = VerifyMode(self.verify), self.follow_symlinks
         self._say_before(out, overwrite=options.overwrite)
-        began = time.monotonic()
-
-        def request(seen: Sequence[Path]) -> Request:
-            from zexport.api.parts import Request
-
-            return Request.of(seen, options, self.tag, follow=follow)
-
-        with (
-            progress_printer(self.progress, quiet=self.quiet) as on_progress,
-            executing(ckpts, out, self.part, self.ray, confirm, lambda: request(ckpts).beside) as (
-                seen,
-                run,
-            ),
-        ):
-            # What the files say is let go once it is planned: of 100,000 tensors it takes 80 MB.
-            plan = plan_folder(
-                open_checkpoint(seen, tag=self.tag, follow_symlinks=follow), out, options
-            )
-            done: ExportReport | PartReport | None = None
-            if not self.dry_run:
-                done = run(plan, lambda: request(seen), verify=mode, progress=on_progress)
+        began, mode = time.monotonic(), VerifyMode(self.verify)
+        done: ExportReport | PartReport | None = None
+        with progress_printer(self.progress, quiet=self.quiet) as on_progress:
+            if (self.part or self.ray) and not self.dry_run:
+                how = {"tag": self.tag, "follow_symlinks": self.follow_symlinks}
+                plan, done = self._write_parts(ckpts, out, options, how, mode, on_progress)
+            else:
+                follow = self.follow_symlinks
+                # The opened checkpoint is freed once planned: 80 MB of 100,000 tensors.
+                opened = [open_checkpoint(ckpts, tag=self.tag, follow_symlinks=follow)]
+                plan = plan_folder(opened.pop(), out, options)
+                if not self.dry_run:
+                    done = run_export(plan, verify=mode, progress=on_progress, confirm=confirm)
         if done is None:
             self._show(plan)
             return
@@ -133,9 +124,34 @@ class Making(Struct, frozen=True):
         told = plan.provenance if isinstance(done, ExportReport) else {}
         tell(done, told, as_json=self.json, quiet=self.quiet, what=_what(plan))
 
+    def _write_parts(
+        self,
+        ckpts: tuple[Path, ...],
+        out: Path,
+        options: ExportOptions | ReshardOptions,
+        how: dict[str, Any],
+        mode: VerifyMode,
+        on_progress: OnProgress | None,
+    ) -> tuple[ExportPlan, ExportReport | PartReport]:
+        """Write one part, or all parts on a Ray cluster."""
+        from zexport.api.export import export_by_ray, shared_job
+        from zexport.export.run import export_part
+
+        if self.ray is None:
+            assert self.part is not None  # noqa: S101 - one of both is given
+            how |= {"progress": on_progress, "parts": self.part.count}
+            job = shared_job(ckpts, out, options, verify=mode, **how)
+            return job.plan, export_part(job, self.part)
+        if self.part is not None:
+            problem = "--ray writes all parts, and --part only one"
+            raise UsageError(problem, hint="Leave one out")
+        return export_by_ray(
+            self.ray, ckpts, out, options, verify=mode, progress=on_progress, **how
+        )
+
     def _say_before(self, out: Path, *, overwrite: bool) -> None:
         """What of the output's place may surprise."""
-        if overwrite and isinstance(out, Address) and not (self.dry_run or self.quiet):
+        if overwrite and not is_local(out) and not (self.dry_run or self.quiet):
             told = f"What {out} holds is removed before the new folder is written: "
             click.echo(f"{told}this is not undone.", err=True)
         if out.suffix in _FILES and not self.quiet:
@@ -144,7 +160,7 @@ class Making(Struct, frozen=True):
     def _show(self, plan: ExportPlan) -> None:
         from zexport.export.summary import side_nbytes, summarize
         from zexport.report.export import print_plan
-        from zexport.store.json import form_of
+        from zexport.storage.json import form_of
 
         summary, what = summarize(plan), _what(plan)
         put_out(
@@ -173,7 +189,7 @@ def _check_order(ckpts: tuple[Path, ...], out: Path) -> None:
 
     if (
         len(ckpts) == 1
-        and not isinstance(ckpts[0], Address)
+        and is_local(ckpts[0])
         and not exists(ckpts[0])
         and (is_tag_dir(out) or (exists(out) and list_tags(out)))
     ):
@@ -193,10 +209,10 @@ def tell(
     what: str = "",
 ) -> None:
     """Tell of what was made: as JSON with its ``provenance``, for people, or of warnings alone."""
+    from zexport.export.report import ExportReport
     from zexport.report.export import print_export, print_part, print_warnings
     from zexport.report.text import Console, PlainConsole
-    from zexport.run.execute import ExportReport
-    from zexport.store.json import form_of
+    from zexport.storage.json import form_of
 
     if quiet and not as_json:
         print_warnings(PlainConsole(sys.stderr), done, alone=True)

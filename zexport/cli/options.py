@@ -24,15 +24,16 @@ from zexport.options import (
     NameLayout,
 )
 from zexport.report.text import plural, size
-from zexport.store.address import Address, place
-from zexport.store.client import use_storage_options
+from zexport.storage.client import use_storage_options
+from zexport.storage.files import is_local
+from zexport.storage.location import place
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _DEFAULTS = ExportOptions()
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", re.IGNORECASE)
+_SIZE = r"(?i)\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*"
 
 
 class GivenPath(click.Path):
@@ -47,7 +48,7 @@ class GivenPath(click.Path):
         """The path, as ``click.Path`` has it."""
         try:
             path = place(value)
-            return path if isinstance(path, Address) else super().convert(path, param, ctx)
+            return super().convert(path, param, ctx) if is_local(path) else path
         except MissingExtraError:
             raise
         except UsageError as error:
@@ -74,7 +75,7 @@ class ByteSize(click.ParamType[int]):
         """Bytes; fewer than the least are refused with what may have been meant."""
         if isinstance(value, int):
             return value
-        match = _SIZE.fullmatch(str(value))
+        match = re.fullmatch(_SIZE, str(value))
         factors = _UNITS | _BINARY_UNITS
         nbytes = int(Decimal(match[1]) * factors[(match[2] or "").lower()]) if match else 0
         if nbytes < 1:

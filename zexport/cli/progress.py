@@ -15,7 +15,7 @@ from zexport.report.text import duration, size
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
-    from zexport.run.execute import Phase, Progress
+    from zexport.export.progress import Phase, Progress
 
 _LINE_SECONDS = 10.0
 _LINE_SECONDS_MIN = 1.0

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
     from zexport.report.text import Console
-    from zexport.store.json import JsonObject
+    from zexport.storage.json import JsonObject
 
 _STANDARD = (0, 1, 2)
 

@@ -24,7 +24,7 @@ from zexport.cli.options import (
     together,
     verify_option,
 )
-from zexport.store.folders import exists
+from zexport.storage.files import exists
 
 if TYPE_CHECKING:
     from zexport.beside.events import WatchEvent

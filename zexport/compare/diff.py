@@ -22,12 +22,16 @@ from zexport.compare.streaming import Pair, sums_of
 from zexport.compare.tensor import Outcome, PairValues, TensorDiff
 from zexport.compare.values import PairSums
 from zexport.compare.verdict import Cause, Verdict, judge
+from zexport.errors import UsageError
+from zexport.export.progress import Meter, Progress
+from zexport.model.hub_cache import model_folder
+from zexport.options import ExportOptions
 from zexport.printable import brief
 from zexport.ranges.dtypes import DType
 from zexport.ranges.reader import SourceReader
-from zexport.run.progress import Progress, Teller
-from zexport.store.folders import real
-from zexport.store.json import Natural
+from zexport.storage.files import real
+from zexport.storage.json import Natural
+from zexport.storage.location import place
 
 _LAYER = re.compile(r"(.*?\.\d+)\.")
 
@@ -111,14 +115,33 @@ class TensorDiffs(Struct, frozen=True):
 _NO_STATES = TensorDiffs()
 
 
-def diff_weights(
-    a: Path,
-    b: Path,
+def diff_models(
+    a: Path | str,
+    b: Path | str,
     *,
-    jobs: int,
+    jobs: int | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> DiffReport:
-    """How the weights of two model folders differ; see ``zexport.api.compare.diff_models``."""
+    """Compare the weights of two model folders, tensor by tensor.
+
+    Tied weights are compared even if the two sides store them under different names. Memory does
+    not grow with the models.
+
+    Args:
+        a: a model folder or safetensors file, such as an export, or the Hub id of a cached model.
+        b: the same, such as the base model.
+        jobs: worker threads; by default one per core, up to 4.
+        progress: called at every step.
+
+    Raises:
+        CheckpointError: a side has no safetensors weights, or they cannot be read.
+        UnsafeError: an index names a file outside its folder.
+        UnsupportedError: zexport does not know a dtype.
+    """
+    jobs = ExportOptions().jobs if jobs is None else jobs
+    if jobs < 1:
+        raise UsageError("jobs are too few", found=jobs, expected="1 or more")
+    a, b = (model_folder(place(side)) for side in (a, b))
     a_weights, b_weights = open_weights(a), open_weights(b)
     adapters = (a_weights.is_adapter, b_weights.is_adapter)
     settings = tuple(of_models(a, b, are_adapters=all(adapters)))
@@ -151,11 +174,11 @@ def diff_tensors(
 ) -> TensorDiffs:
     """How the tensors of two sides differ, wherever they are stored."""
     pairs, a_alone, b_alone = _paired(a, b)
-    told = Teller(progress, sum(pair.nbytes for pair in pairs))
+    meter = Meter(progress, to_verify=sum(pair.nbytes for pair in pairs))
     files = {file.path: file for file in (*a.files, *b.files)}
     with SourceReader(files.values()) as reader:
         alike = (pair for pair in pairs if pair.numel > 0 or pair.a.shape == pair.b.shape)
-        sums = sums_of(alike, reader, jobs, told.add)
+        sums = sums_of(alike, reader, jobs, meter.verified)
         reader.finish()
         nbytes_read = reader.nbytes_read
     found = (

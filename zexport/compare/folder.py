@@ -18,11 +18,11 @@ from zexport.model.config import ConfigFile
 from zexport.model.names import Fit
 from zexport.model.names_client import Learner, NamesClient
 from zexport.printable import shell_word
-from zexport.store.contents import read_json_object
-from zexport.store.files import reading
-from zexport.store.folders import children, exists, is_file, is_folder, matching
-from zexport.store.json import as_table
-from zexport.store.publish import check_finished
+from zexport.storage.contents import read_json_object
+from zexport.storage.files import children, exists, is_file, is_folder, matching
+from zexport.storage.json import as_table
+from zexport.storage.locks import check_finished
+from zexport.storage.os_errors import reading
 
 _INDEX_PATTERN = "*.safetensors.index.json"
 _WEIGHTS_PATTERN = "*.safetensors"

@@ -15,9 +15,9 @@ from zexport.formats.pickle_view import PickleView
 from zexport.model.config import differences
 from zexport.model.hub_cache import plain_name
 from zexport.resharding.values import records_of
-from zexport.store.contents import read_json_object
-from zexport.store.folders import is_file
-from zexport.store.json import Json, JsonObject
+from zexport.storage.contents import read_json_object
+from zexport.storage.files import is_file
+from zexport.storage.json import Json, JsonObject
 
 _OF_BASE = ("base_model_name_or_path", "revision", "task_type")
 """What an adapter is loaded onto; paths count by their last name, wherever a base lies."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
+from zexport.checkpoint.open import open_checkpoint
 from zexport.checkpoint.state import (
     MASTER,
     Cell,
@@ -21,10 +22,12 @@ from zexport.compare.settings import of_trainings
 from zexport.errors import layout_of
 from zexport.export.base_model import weights_file
 from zexport.export.plan import SourceFile
+from zexport.export.progress import Progress
+from zexport.options import ExportOptions
 from zexport.resharding.model_files import module_entries
 from zexport.resharding.resumable import resumable
 from zexport.resharding.values import records_of, slots_of, source_of
-from zexport.run.progress import Progress
+from zexport.storage.location import place
 
 
 def are_checkpoints(*paths: Path) -> bool:
@@ -38,23 +41,38 @@ def are_checkpoints(*paths: Path) -> bool:
 
 
 def diff_states(
-    paths: tuple[Path, Path],
-    opened: tuple[TrainingState, TrainingState],
+    a: Path | str,
+    b: Path | str,
     *,
-    jobs: int,
+    jobs: int | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> DiffReport:
-    """How two trainings differ; see ``zexport.api.compare.diff_states``."""
+    """Compare two checkpoints: fp32 master weights, optimizer states and settings.
+
+    ZeRO stage, world size and layout do not matter. Memory does not grow with the model. If one
+    side was pruned, only weights are compared.
+
+    Args:
+        a: a checkpoint, at any level of its folders.
+        b: another one, such as what ``reshard`` made of it.
+        jobs: worker threads; by default one per core, up to 4.
+        progress: called at every step.
+
+    Raises:
+        CheckpointError: a side is not a checkpoint, has problems, or lacks states.
+        UnsupportedError: optimizer states cannot be matched by name.
+    """
+    jobs = ExportOptions().jobs if jobs is None else jobs
+    paths = place(a), place(b)
+    opened = open_checkpoint(paths[0]), open_checkpoint(paths[1])
     for checkpoint in opened:
         raise_problems(checkpoint)
     if any(checkpoint.pruned_files for checkpoint in opened):
         weights = diff_tensors(*map(_weights_alone, opened), jobs=jobs, progress=progress)
         return make_report(paths, _without_states(weights, opened), weights)
     opened = (resumable(opened[0]), resumable(opened[1]))
-    a, b = map(_sides, opened)
-    weights, states = (
-        diff_tensors(*sides, jobs=jobs, progress=progress) for sides in zip(a, b, strict=True)
-    )
+    sides = zip(*map(_sides, opened), strict=True)
+    weights, states = (diff_tensors(*pair, jobs=jobs, progress=progress) for pair in sides)
     compared = (
         f"{len(weights.tensors):,} weights and {len(states.tensors):,} optimizer states in the "
         "rank files"

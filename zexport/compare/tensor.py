@@ -12,7 +12,7 @@ from zexport.compare.roundings import Rounding, Side
 from zexport.compare.values import PairSums, number
 from zexport.printable import brief
 from zexport.ranges.dtypes import DType, Shape
-from zexport.store.json import Natural
+from zexport.storage.json import Natural
 
 
 class Outcome(Enum):

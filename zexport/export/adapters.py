@@ -26,8 +26,8 @@ from zexport.filenames import ADAPTER_CONFIG
 from zexport.options import AdapterMode, ExportOptions, NameLayout
 from zexport.printable import some
 from zexport.ranges.dtypes import Shape
-from zexport.store.contents import read_json_object
-from zexport.store.folders import is_file, matching
+from zexport.storage.contents import read_json_object
+from zexport.storage.files import is_file, matching
 
 _DEFAULT = "default"
 """The adapter that peft saves without a folder of its own."""

@@ -32,11 +32,11 @@ from zexport.printable import some
 from zexport.ranges.dtypes import DType, Shape
 from zexport.ranges.reader import ReadableFile, SourceReader
 from zexport.ranges.replicas import CastReplica, compare_casts, cosines
-from zexport.store.boundary import Boundary
-from zexport.store.contents import read_json_object
-from zexport.store.files import reading
-from zexport.store.folders import is_file, is_folder, matching, real
-from zexport.store.json import Json, as_table
+from zexport.storage.contents import read_json_object
+from zexport.storage.files import is_file, is_folder, matching, real
+from zexport.storage.json import Json, as_table
+from zexport.storage.os_errors import reading
+from zexport.storage.symlink_policy import Boundary
 
 HINT_BASE = "Pass the model that this run fine-tuned with --base"
 
@@ -46,10 +46,10 @@ _PAIRS_MIN = 3
 _COSINE_MIN = 0.25
 """Mean cosine below which no training made one from the other; that of strangers is 0."""
 
-_WEIGHTS = re.compile(r"[^/\0]+\.safetensors(\.index\.json)?")
+_WEIGHTS = r"[^/\0]+\.safetensors(\.index\.json)?"
 _NOW = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
-_LEGACY = re.compile(r"LayerNorm\.(?:gamma|beta)$")
-_SCALES = re.compile(
+_LEGACY = r"LayerNorm\.(?:gamma|beta)$"
+_SCALES = (
     r"weight_(?:scale\w*|packed|shape|zero_point|g_idx|global_scale)$|weight\.(?:_|quant_|absmax|nested_)"
     r"|\.(?:qweight|qzeros|scales|g_idx|SCB|weight_format)$|_proj_(?:blocks|scales?|scale_inv)$"
 )
@@ -109,7 +109,7 @@ def weights_file(folder: Path) -> Path | None:
     named = read_json_object(config).get("transformers_weights") if is_file(config) else None
     if named is None:
         return next(filter(is_file, (folder / SINGLE_FILE, folder / INDEX_FILE)), None)
-    if isinstance(named, str) and _WEIGHTS.fullmatch(named):
+    if isinstance(named, str) and re.fullmatch(_WEIGHTS, named):
         return folder / named
     raise UnsafeError(
         "transformers_weights is not a safetensors file of this folder",
@@ -126,7 +126,7 @@ def base_of(path: Path | None, headers: Iterable[SafetensorsHeader]) -> Base:
     config = path / CONFIG
     content = read_json_object(config) if is_file(config) else {}
     is_quantized = any(content.get(key) for key in QUANTIZATION_KEYS)
-    is_quantized = is_quantized or any(map(_SCALES.search, tensors))
+    is_quantized = is_quantized or any(re.search(_SCALES, one) for one in tensors)
     instead = "quantized weights" if is_quantized else "" if tensors else _instead(path)
     return Base(path, tensors, instead, is_quantized)
 
@@ -160,7 +160,7 @@ def under_names_of(names: ModelNames | NamesUnknown, base: Base) -> Base:
     if isinstance(names, NamesUnknown) or not base.tensors:
         return base
     prefix, known = f"{names.base_prefix}.", names.all_names
-    modern = {name: _LEGACY.sub(lambda found: _NOW[found[0]], name) for name in base.tensors}
+    modern = {name: re.sub(_LEGACY, lambda found: _NOW[found[0]], name) for name in base.tensors}
     forms: list[Callable[[str], str]] = [lambda name: name]
     if names.base_prefix:
         forms += [lambda name: prefix + name, lambda name: name.removeprefix(prefix)]

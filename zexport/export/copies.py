@@ -27,8 +27,8 @@ from zexport.printable import some
 from zexport.ranges.dtypes import Shape
 from zexport.ranges.reader import SourceReader
 from zexport.ranges.replicas import CastReplica, compare_casts
-from zexport.store.boundary import Boundary
-from zexport.store.folders import is_file, is_link
+from zexport.storage.files import is_file, is_link
+from zexport.storage.symlink_policy import Boundary
 
 Copies = tuple[CastReplica, ...]
 

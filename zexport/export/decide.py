@@ -23,8 +23,8 @@ from zexport.model.names import Fit, ModelNames
 from zexport.options import AdapterMode, Engine, ExportDType, NameLayout, RecordedOptions
 from zexport.printable import placeless, some
 from zexport.ranges.extents import paths_of
-from zexport.store.address import place
-from zexport.store.json import JsonObject, Natural, values_of
+from zexport.storage.json import JsonObject, Natural, values_of
+from zexport.storage.location import place
 
 
 def decide(inputs: Inputs, out_dir: Path | str) -> ExportPlan:

@@ -52,8 +52,8 @@ from zexport.model.token_ids import TokenId, file_ids
 from zexport.options import AdapterMode, ExportOptions, NameLayout
 from zexport.printable import some
 from zexport.ranges.replicas import CastReplica
-from zexport.store.files import reading
-from zexport.store.folders import is_file
+from zexport.storage.files import is_file
+from zexport.storage.os_errors import reading
 
 if TYPE_CHECKING:
     from zexport.ranges.reader import ReadableFile

@@ -17,7 +17,7 @@ from msgspec import Struct, structs
 
 from zexport.errors import DamagedCheckpointError
 from zexport.export.peft_names import KEPT_BY_NAME
-from zexport.store.contents import read_json_object
+from zexport.storage.contents import read_json_object
 
 EMBEDDINGS = ("embed_tokens", "lm_head")
 """Modules that peft also saves in full if they are targets (0.21, ``utils/constants.py``)."""

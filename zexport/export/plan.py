@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, TypeAlias
@@ -13,15 +13,15 @@ from msgspec import Struct
 from zexport.checkpoint.state import StoredTensor, TrainingState, source_of
 from zexport.findings import Finding, FindingKind
 from zexport.formats.safetensors_file import HeaderEntry, SafetensorsFrame, build_header
-from zexport.formats.torch_writer import TorchFrame, lay_out
+from zexport.formats.torch_writer import TorchFrame, TorchRecords, lay_out
 from zexport.model.hub_cache import GivenBase
 from zexport.options import CheckMode, ExportDType
 from zexport.printable import brief
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import ByteSource, Member
 from zexport.ranges.replicas import CastReplica, Replica
-from zexport.store.json import Json, Natural
-from zexport.store.versions import Version
+from zexport.storage.json import Json, Natural
+from zexport.storage.storage import Version
 
 if TYPE_CHECKING:
     from zexport.ranges.reader import ReadableFile
@@ -38,7 +38,7 @@ def qualified_by_file(filename: str, name: str) -> str:
     return f"{filename}/{name}"
 
 
-Frame: TypeAlias = SafetensorsFrame | TorchFrame
+Frame: TypeAlias = SafetensorsFrame | TorchFrame | TorchRecords
 """All bytes of a file except those of its tensors."""
 
 
@@ -203,7 +203,7 @@ class ExportPlan:
     out_dir: Path
     origin: Origin
     form: Form
-    shards: tuple[FilePlan, ...]
+    shards: Sequence[FilePlan]
     side_files: tuple[SideFile, ...]
     sources: tuple[SourceFile, ...]
     provenance: Mapping[str, Json]

@@ -25,7 +25,7 @@ from zexport.ranges.extents import ByteSource, Places, paths_of
 from zexport.ranges.ledger import Ledger, Ranges
 from zexport.ranges.reader import ReadableFile, SourceReader
 from zexport.ranges.replicas import CastReplica, Comparison, Replica, are_equal, compare_casts
-from zexport.store.json import Natural
+from zexport.storage.json import Natural
 
 _NO_OWNER = ""
 """Owner of copies that no exported tensor has the name of."""

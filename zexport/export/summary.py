@@ -14,8 +14,9 @@ from zexport.model.hub_cache import GivenBase
 from zexport.options import ExportOptions, ReshardOptions
 from zexport.ranges.calculator import held_nbytes
 from zexport.ranges.computed import updates_in
-from zexport.store.files import reading, version
-from zexport.store.json import Natural
+from zexport.storage.files import version
+from zexport.storage.json import Natural
+from zexport.storage.os_errors import reading
 
 _PROCESS_NBYTES = 96 << 20
 """Memory of the process before the first chunk: interpreter, numpy and the plan."""

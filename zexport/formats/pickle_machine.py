@@ -15,7 +15,6 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from mmap import mmap
 from typing import TypeVar
 
 from zexport.formats.inert import (
@@ -31,7 +30,7 @@ from zexport.formats.inert import (
     as_key,
 )
 from zexport.formats.known_globals import CALLS, CONSTRUCTORS, Call, storage_of
-from zexport.store.object_files import ObjectBytes
+from zexport.storage.contents import FileBytes
 
 MAX_OPCODES = 32_000_000  # a model of 100,000 tensors takes about 4 million
 MAX_NBYTES = 192 << 20
@@ -84,7 +83,7 @@ class Machine:
     ``stack`` holds the values since the last mark; the stacks below it wait in ``marks``.
     """
 
-    data: bytes | mmap | ObjectBytes
+    data: bytes | FileBytes
     pos: int
     limit: int
     spent: int

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from mmap import mmap
 from pathlib import Path
 
 from msgspec import Struct
@@ -19,7 +18,7 @@ from zexport.formats.inert import (
 )
 from zexport.formats.known_globals import HARMLESS
 from zexport.formats.pickle_machine import Machine
-from zexport.store.object_files import ObjectBytes
+from zexport.storage.contents import FileBytes
 
 MAX_PICKLE_NBYTES = 64 << 20
 _UNFIT = "it ends early, takes more values than it made, or has a text that cannot be decoded"
@@ -39,7 +38,7 @@ class Pickle(Struct, frozen=True):
     storages: Mapping[str, StorageRef | ForeignStorage]
 
 
-def load(data: bytes | memoryview | mmap | ObjectBytes, *, path: Path, start: int = 0) -> Pickle:
+def load(data: bytes | memoryview | FileBytes, *, path: Path, start: int = 0) -> Pickle:
     """Return the pickle at byte ``start`` of ``data``; nothing it names is imported or called.
 
     ``path`` is its file, for messages.

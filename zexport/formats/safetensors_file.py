@@ -15,10 +15,11 @@ from zexport.errors import DamagedCheckpointError, UnsafeError, UnsupportedError
 from zexport.formats.inert import MAX_NDIM, MAX_SIZE
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import Extent, Member
-from zexport.store.contents import LFS_POINTER, read_json_object
-from zexport.store.files import open_regular, reading, version_of
-from zexport.store.json import as_table
-from zexport.store.versions import Version
+from zexport.storage.contents import LFS_POINTER, read_json_object
+from zexport.storage.files import open_input
+from zexport.storage.json import as_table
+from zexport.storage.os_errors import reading
+from zexport.storage.storage import Version
 
 HEADER_NBYTES_LIMIT = 100_000_000
 """Largest JSON header any reader accepts (safetensors 0.8, ``tensor.rs``, ``MAX_HEADER_SIZE``)."""
@@ -52,11 +53,6 @@ class SafetensorsFrame(Struct, frozen=True):
     def nbytes(self) -> int:
         """Bytes of the header."""
         return len(self.header)
-
-    @property
-    def has_crc32(self) -> bool:
-        """Nothing in it depends on what the tensors hold."""
-        return False
 
     def pieces(self, crc32s: Iterable[int]) -> Iterator[tuple[int, bytes]]:  # noqa: ARG002
         """The header, at the beginning of the file."""
@@ -152,11 +148,12 @@ def read_header(
     ``error`` is raised where the bytes break the format: the fault lies with the checkpoint for an
     input, with the export for an output.
     """
-    with reading(path, error), open_regular(path) as file:
-        version = version_of(file)
-        prefix = file.read(_LENGTH.size)
+    with reading(path, error), open_input(path) as file:
+        version = file.version()
+        prefix = file.read_at(0, _LENGTH.size)
         _check_no_pointer(path, prefix, error)
-        text = file.read(_header_nbytes(path, prefix, version.nbytes, error))
+        nbytes = _header_nbytes(path, prefix, version.nbytes, error)
+        text = file.read_at(_LENGTH.size, nbytes)
     data_offset = len(prefix) + len(text)
     table, metadata = _parsed(path, text, error)
     tensors = _checked(path, table, (data_offset, version.nbytes), error)

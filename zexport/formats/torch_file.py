@@ -9,10 +9,8 @@ Source: torch 2.13, ``torch/serialization.py``, ``_legacy_save`` and ``_legacy_l
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
-from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import TypeAlias
 
@@ -23,10 +21,8 @@ from zexport.formats.torch_zip import ZipRecords, opened, read_zip
 from zexport.formats.zip_directory import COPY_AGAIN
 from zexport.ranges.extents import ByteSource, Extent, Member
 from zexport.ranges.mosaic import Mosaic, Tile
-from zexport.store.contents import LFS_POINTER, read_range
-from zexport.store.files import OpenFile, version_of
-from zexport.store.object_files import ObjectBytes, ObjectReader
-from zexport.store.versions import Version
+from zexport.storage.contents import LFS_POINTER, FileBytes, read_range
+from zexport.storage.storage import InputFile, Version
 
 _ZIP_START = b"PK\x03\x04"
 _PICKLE_START = b"\x80"
@@ -111,8 +107,8 @@ def read_torch_file(path: Path, known: dict[bytes, Pickle] | None = None) -> Tor
     added. The ranks of one save often write equal ones; those are read, and held in memory, once.
     """
     with opened(path) as file:
-        version = version_of(file)
-        start = file.read(len(_ZIP_START))
+        version = file.version()
+        start = file.read_at(0, len(_ZIP_START))
         container = _container(path, start, version.nbytes)
         records: ZipRecords | LegacyRecords
         if container is Container.ZIP:
@@ -168,27 +164,19 @@ class LegacyRecords:
         return self._offsets[storage]
 
 
-def _content(file: OpenFile) -> AbstractContextManager[mmap | ObjectBytes]:
-    """All bytes of a file, of which those are read that are asked for."""
-    if isinstance(file, ObjectReader):
-        return nullcontext(ObjectBytes(file))
-    return mmap(file.fileno(), 0, access=ACCESS_READ)
-
-
-def _read_legacy(file: OpenFile, path: Path) -> tuple[Pickle, LegacyRecords]:
+def _read_legacy(file: InputFile, path: Path) -> tuple[Pickle, LegacyRecords]:
     """The object in a file of the old container and its storages; reads no tensor data."""
-    with _content(file) as data:
-        magic = load(data, path=path)
-        if magic.value != _MAGIC:
-            problem = "is a pickle, but not one that torch.save wrote"
-            raise DamagedCheckpointError(problem, path=path, hint="Leave it out")
-        version = load(data, path=path, start=magic.end)
-        system = load(data, path=path, start=version.end)
-        _check_origin(version.value, system.value, path)
-        result = load(data, path=path, start=system.end)
-        keys = load(data, path=path, start=result.end)
-        offsets = _offsets(data, keys, result, path)
-    return result, LegacyRecords(path, offsets)
+    data = FileBytes(file)
+    magic = load(data, path=path)
+    if magic.value != _MAGIC:
+        problem = "is a pickle, but not one that torch.save wrote"
+        raise DamagedCheckpointError(problem, path=path, hint="Leave it out")
+    version = load(data, path=path, start=magic.end)
+    system = load(data, path=path, start=version.end)
+    _check_origin(version.value, system.value, path)
+    result = load(data, path=path, start=system.end)
+    keys = load(data, path=path, start=result.end)
+    return result, LegacyRecords(path, _offsets(file, keys, result, path))
 
 
 def _check_origin(version: object, system: object, path: Path) -> None:
@@ -200,33 +188,31 @@ def _check_origin(version: object, system: object, path: Path) -> None:
         raise UnsupportedError("its numbers are not in little-endian byte order", path=path)
 
 
-def _offsets(
-    data: mmap | ObjectBytes, keys: Pickle, result: Pickle, path: Path
-) -> dict[_Storage, int]:
+def _offsets(file: InputFile, keys: Pickle, result: Pickle, path: Path) -> dict[_Storage, int]:
     """Where each storage's elements begin, from the counts between them."""
     offsets: dict[_Storage, int] = {}
-    pos = keys.end
+    pos, nbytes = keys.end, file.version().nbytes
     for key in keys.value if isinstance(keys.value, list) else [keys.value]:
         storage = result.storages.get(key) if isinstance(key, str) else None
         if storage is None or storage in offsets:
             problem = "its list of storages does not fit the tensors in it"
             raise DamagedCheckpointError(problem, path=path, hint=COPY_AGAIN)
-        count = int.from_bytes(data[pos : pos + _COUNT_NBYTES], "little")
+        count = int.from_bytes(file.read_at(pos, _COUNT_NBYTES), "little")
         offsets[storage] = pos + _COUNT_NBYTES
         pos += _COUNT_NBYTES + storage.nbytes
-        if count != storage.numel or pos > len(data):
+        if count != storage.numel or pos > nbytes:
             raise DamagedCheckpointError(
                 f"ends early, or counts the elements of storage {key!r} in another way",
                 path=path,
-                found=f"{count} elements in a file of {len(data)} bytes",
+                found=f"{count} elements in a file of {nbytes} bytes",
                 expected=f"{storage.numel} elements up to byte {pos}",
                 hint=COPY_AGAIN,
             )
-    if pos != len(data):
+    if pos != nbytes:
         raise DamagedCheckpointError(
             "goes on after its last storage, so that bytes were put in or appended",
             path=path,
-            found=f"{len(data)} bytes",
+            found=f"{nbytes} bytes",
             expected=f"{pos}",
             hint=COPY_AGAIN,
         )

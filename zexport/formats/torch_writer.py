@@ -89,31 +89,58 @@ class PlacedLeaf(Struct, frozen=True):
     offset: int
 
 
-class TorchFrame(Struct, frozen=True):
-    """Everything of a torch file but its tensors' bytes.
+class TorchRecords(Struct, frozen=True):
+    """The bytes of a torch file around its tensors, as records of the zip.
 
     Attributes:
-        value: what ``torch.load`` gives, with a ``TensorLeaf`` for every tensor.
+        records: all records, by offset; those of tensors have no content.
+        start: first byte of the directory.
+        nbytes: bytes of the file outside of tensors.
+    """
+
+    records: tuple[Record, ...]
+    start: int
+    nbytes: int
+
+    def pieces(self, crc32s: Iterable[int]) -> Iterator[tuple[int, bytes]]:
+        """Yield offset and bytes before the first tensor, between each two, and after the last.
+
+        ``crc32s`` are those of the tensors in file order; each is taken after its tensor's bytes.
+        """
+        given = iter(crc32s)
+        found: list[int] = []
+        begin, run = 0, b""
+        for record in self.records:
+            if record.content is None:
+                yield begin, run + _header(record, 0)
+                found.append(next(given))
+                begin, run = record.end, _behind(record, found[-1])
+            else:
+                found.append(zlib.crc32(record.content))
+                run += _header(record, found[-1]) + record.content
+        yield begin, run + _directory(self.records, self.start, found)
+
+
+class TorchFrame(Struct, frozen=True):
+    """A torch file without its tensors' bytes; its pickle is made when needed, not held.
+
+    Attributes:
+        value: what ``torch.load`` returns, with a ``TensorLeaf`` for every tensor.
         root: the top folder of the zip, the file's name without ``.pt``.
-        nbytes: bytes of the file that are no tensor's.
+        nbytes: bytes of the file outside of tensors.
     """
 
     value: object
     root: str
     nbytes: int
 
-    @property
-    def has_crc32(self) -> bool:
-        """The CRC-32 of every tensor is part of it."""
-        return True
+    def records(self) -> TorchRecords:
+        layout = _Layout(self.value, self.root)
+        return TorchRecords(tuple(layout.records), layout.start, self.nbytes)
 
     def pieces(self, crc32s: Iterable[int]) -> Iterator[tuple[int, bytes]]:
-        """What stands before the first tensor, between each two, and behind the last.
-
-        ``crc32s`` are those of the tensors in file order, each asked for when its tensor's bytes
-        would have passed.
-        """
-        return _Layout(self.value, self.root).frame(crc32s)
+        """As of ``TorchRecords``."""
+        return self.records().pieces(crc32s)
 
 
 def lay_out(value: object, root: str) -> tuple[TorchFrame, tuple[PlacedLeaf, ...]]:
@@ -145,11 +172,11 @@ class _Layout:
         pickle = dump(value, lambda leaf: places[id(leaf) if leaf.nbytes else leaf.dtype])
         first = [("data.pkl", pickle), ("byteorder", b"little")]
         last = [*((f"data/{places[dtype]}", b"") for dtype in empty), ("version", b"3\n")]
-        self._records = [self._known(name, content) for name, content in first]
+        self.records = [self._known(name, content) for name, content in first]
         tensors = [self._place(f"data/{i}", leaf.nbytes) for i, (_, leaf) in enumerate(stored)]
-        self._records += tensors
-        self._records += [self._known(name, content) for name, content in last]
-        self._start = self._position
+        self.records += tensors
+        self.records += [self._known(name, content) for name, content in last]
+        self.start = self._position
         self.placed = tuple(
             PlacedLeaf(name, leaf, record.offset)
             for (name, leaf), record in zip(stored, tensors, strict=True)
@@ -171,26 +198,12 @@ class _Layout:
     @property
     def nbytes(self) -> int:
         """Size of the file."""
-        return self._start + len(self._directory([0] * len(self._records)))
+        return self.start + len(_directory(self.records, self.start, [0] * len(self.records)))
 
-    def frame(self, crc32s: Iterable[int]) -> Iterator[tuple[int, bytes]]:
-        """What is no tensor's, in the runs that tensors part."""
-        given = iter(crc32s)
-        found: list[int] = []
-        begin, run = 0, b""
-        for record in self._records:
-            if record.content is None:
-                yield begin, run + _header(record, 0)
-                found.append(next(given))
-                begin, run = record.end, _behind(record, found[-1])
-            else:
-                found.append(zlib.crc32(record.content))
-                run += _header(record, found[-1]) + record.content
-        yield begin, run + self._directory(found)
 
-    def _directory(self, crc32s: Sequence[int]) -> bytes:
-        rows = b"".join(map(_row, self._records, crc32s))
-        return rows + _end(self._start, len(rows), len(self._records))
+def _directory(records: Sequence[Record], start: int, crc32s: Sequence[int]) -> bytes:
+    rows = b"".join(map(_row, records, crc32s))
+    return rows + _end(start, len(rows), len(records))
 
 
 def _extra_nbytes(nbytes: int) -> int:

@@ -15,16 +15,17 @@ from zexport.formats.inert import ForeignStorage, StorageRef
 from zexport.formats.pickles import MAX_PICKLE_NBYTES, Pickle, load
 from zexport.formats.zip_directory import Entry, damaged, data_offset, read_directory, read_record
 from zexport.ranges.extents import Member
-from zexport.store.files import OpenFile, open_regular, version_of
+from zexport.storage.files import open_input
+from zexport.storage.storage import InputFile
 
 _LITTLE = b"little"
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[OpenFile]:
+def opened(path: Path) -> Iterator[InputFile]:
     """The file, open for reading; what the system refuses becomes a ``CheckpointError``."""
     try:
-        with open_regular(path) as file:
+        with open_input(path) as file:
             yield file
     except OSError as error:
         hint = "Check that it is a file that you may read"
@@ -87,7 +88,7 @@ class ZipRecords:
         with opened(self._path) as file:
             return self._member(file, storage.key).offset
 
-    def _member(self, file: OpenFile, key: str) -> Member:
+    def _member(self, file: InputFile, key: str) -> Member:
         if key not in self._members:
             entry = self._entries[key]
             offset = data_offset(file, self._path, entry)
@@ -96,10 +97,10 @@ class ZipRecords:
 
 
 def read_zip(
-    file: OpenFile, path: Path, known: dict[bytes, Pickle] | None = None
+    file: InputFile, path: Path, known: dict[bytes, Pickle] | None = None
 ) -> tuple[Pickle, ZipRecords]:
     """Return the object in a zip file and its records; reads the directory and ``data.pkl``."""
-    entries = read_directory(file, path, version_of(file).nbytes)
+    entries = read_directory(file, path, file.version().nbytes)
     roots = {name.partition("/")[0] for name in entries}
     if len(roots) != 1:
         raise damaged(path, "the zip archive does not have one folder at its top", len(roots))

@@ -19,7 +19,7 @@ from typing import TypeAlias
 from msgspec import Struct
 
 from zexport.errors import DamagedCheckpointError, UnsupportedError
-from zexport.store.files import OpenFile, read_at
+from zexport.storage.storage import InputFile
 
 COPY_AGAIN = "Copy the file again from where it was written"
 DIRECTORY_NBYTES_MAX = 12 << 20
@@ -60,10 +60,10 @@ class Entry(Struct, frozen=True, gc=False):
         return self.method == _STORED
 
 
-def read_directory(file: OpenFile, path: Path, stop: int) -> dict[str, Entry]:
+def read_directory(file: InputFile, path: Path, stop: int) -> dict[str, Entry]:
     """Return the records with content, by name, of the archive that ends at byte ``stop``."""
     begin, nbytes, base = _place(file, path, stop)
-    data = read_at(file, begin, nbytes)
+    data = file.read_at(begin, nbytes)
     if base == 0 and (plain := _plain(data, begin)) is not None:
         return plain
     rows = sorted(_rows(data, base, path))
@@ -131,10 +131,10 @@ def _rows(data: bytes, base: int, path: Path) -> Iterator[_Row]:
         yield base + offset, name, size, stored, crc32, method
 
 
-def _place(file: OpenFile, path: Path, stop: int) -> tuple[int, int, int]:
+def _place(file: InputFile, path: Path, stop: int) -> tuple[int, int, int]:
     """Return the directory's place and size, and the byte from which its offsets count."""
     both = _END64.size + _LOCATOR_NBYTES
-    tail = read_at(file, max(stop - both - _END.size, 0), min(stop, both + _END.size))
+    tail = file.read_at(max(stop - both - _END.size, 0), min(stop, both + _END.size))
     end = stop - _END.size
     signature, nbytes, offset, comment = _END.unpack(tail[-_END.size :].rjust(_END.size))
     if signature != b"PK\x05\x06" or comment:
@@ -168,10 +168,10 @@ def _wide(numbers: tuple[int, ...], extra: bytes) -> list[int]:
     return [*numbers]
 
 
-def data_offset(file: OpenFile, path: Path, entry: Entry) -> int:
+def data_offset(file: InputFile, path: Path, entry: Entry) -> int:
     """Return the place of a record's first byte, if its own header agrees with the directory."""
     name, begin = entry.raw_name, entry.header_offset
-    raw = read_at(file, begin, _LOCAL_HEADER.size + len(name)).ljust(_LOCAL_HEADER.size)
+    raw = file.read_at(begin, _LOCAL_HEADER.size + len(name)).ljust(_LOCAL_HEADER.size)
     signature, name_nbytes, extra_nbytes = _LOCAL_HEADER.unpack_from(raw)
     offset: int = begin + len(raw) + extra_nbytes
     agrees = signature == b"PK\x03\x04" and name_nbytes == len(name) and raw.endswith(name)
@@ -181,7 +181,7 @@ def data_offset(file: OpenFile, path: Path, entry: Entry) -> int:
 
 
 def read_record(
-    file: OpenFile, path: Path, entries: Mapping[str, Entry], name: str, limit: int
+    file: InputFile, path: Path, entries: Mapping[str, Entry], name: str, limit: int
 ) -> bytes:
     """Return the bytes of a record, size and CRC-32 checked."""
     entry = entries.get(name)
@@ -195,7 +195,7 @@ def read_record(
             found="no record" if entry is None else f"{entry.nbytes} bytes",
             expected=f"at most {limit}",
         )
-    data = read_at(file, data_offset(file, path, entry), entry.stored_nbytes)
+    data = file.read_at(data_offset(file, path, entry), entry.stored_nbytes)
     if entry.method == _DEFLATED:
         try:
             data = zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, entry.nbytes + 1)

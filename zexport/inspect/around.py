@@ -34,9 +34,9 @@ from zexport.errors import CheckpointError, ZexportError
 from zexport.formats.inert import TensorRef
 from zexport.formats.safetensors_file import read_header
 from zexport.formats.torch_file import read_torch_file
-from zexport.store.boundary import Boundary
-from zexport.store.files import reading, version
-from zexport.store.folders import is_file, leaves, matching
+from zexport.storage.files import is_file, leaves, matching, version
+from zexport.storage.os_errors import reading
+from zexport.storage.symlink_policy import Boundary
 
 _WEIGHT_PATTERNS = (
     "model*.safetensors",

@@ -30,9 +30,9 @@ from zexport.model.hf_files import find_hf_files
 from zexport.options import ExportOptions
 from zexport.printable import shell_word
 from zexport.ranges.dtypes import DType
-from zexport.store.address import place
-from zexport.store.files import reading
-from zexport.store.folders import absolute
+from zexport.storage.files import absolute
+from zexport.storage.location import place
+from zexport.storage.os_errors import reading
 
 
 class Outcome(Enum):

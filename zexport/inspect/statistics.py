@@ -17,11 +17,11 @@ from msgspec import Struct
 
 from zexport.checkpoint.state import StoredTensor, TrainingState
 from zexport.errors import DamagedCheckpointError, UnsupportedError, ZexportError
+from zexport.export.progress import Meter, Progress
 from zexport.export.proof import WeightReader, account
 from zexport.ranges.ahead import announced
 from zexport.ranges.casts import NUMPY
 from zexport.ranges.extents import ByteSource
-from zexport.run.progress import Progress, Teller
 
 _BUFFER_NBYTES = 1 << 20
 """Small enough that a block stays in the cache while it is looked at several times."""
@@ -64,7 +64,7 @@ def measure(
     Memory does not grow with the tensors; every byte is read once, but for those of second copies.
     """
     sources = [(t, t.source) for t in checkpoint.tensors if t.source is not None]
-    told = Teller(progress, sum(source.nbytes for _, source in sources))
+    meter = Meter(progress, to_verify=sum(source.nbytes for _, source in sources))
     buffer = memoryview(mmap(-1, max(buffer_nbytes, 8)))
     with WeightReader(checkpoint.torch_files, checkpoint.replicas) as reader:
         problems = tuple(_problems(checkpoint, reader))
@@ -72,7 +72,7 @@ def measure(
         groups = groupby(_parts(sources, reader, buffer), key=lambda part: part[0])
         for (tensor, source), (_, parts) in zip(sources, groups, strict=True):
             found.append(_measured(tensor, (part for _, part in parts)))
-            told.add(source.nbytes)
+            meter.verified(source.nbytes)
         reader.finish()
     return Measured(tuple(found), problems)
 

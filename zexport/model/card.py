@@ -12,7 +12,7 @@ from zexport.model.hf_files import HfFiles
 from zexport.model.hub_cache import hub_id_of, is_hub_id
 from zexport.printable import placeless, printable
 from zexport.ranges.dtypes import DType
-from zexport.store.contents import read_range
+from zexport.storage.contents import read_range
 
 _TAGS = ("zexport", "deepspeed")
 _UNFILLED, _CARD_NBYTES = b"[More Information Needed]", 1 << 16

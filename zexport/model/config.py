@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from zexport.model.names import Fit, Stored
 from zexport.ranges.dtypes import DType
-from zexport.store.json import Json, JsonObject, as_table, several
+from zexport.storage.json import Json, JsonObject, as_table, several
 
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 """transformers 5 writes the first; transformers 4 wrote the second, which older engines read."""
@@ -168,7 +168,7 @@ def with_stored_sizes(
     return config, changed
 
 
-_BUILT = re.compile(
+_BUILT = (
     r"model_type|head_dim|n_(?:embd|layer|head|inner)|d_(?:model|ff|kv)|\w*hidden_(?:act|activation)"
     r"|activation_function|feed_forward_proj|layer_types|sliding_window|partial_rotary_factor"
     r"|\w+_lora_rank|(?!(?:type_)?vocab_|(?:chunk|patch|image|crop|pool|batch)_)\w*_size"
@@ -220,7 +220,7 @@ def _differing(
 ) -> Iterator[ConfigDifference]:
     for key in sorted(one.keys() & other.keys()):
         ours, theirs = _value(one, key), _value(other, key)
-        if _BUILT.fullmatch(key) and None not in (ours, theirs) and ours != theirs:
+        if re.fullmatch(_BUILT, key) and None not in (ours, theirs) and ours != theirs:
             yield ConfigDifference(prefix + key, ours, theirs)
     ropes = _rope(one), _rope(other)
     for key in sorted(ropes[0].keys() & ropes[1].keys()):

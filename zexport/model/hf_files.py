@@ -16,11 +16,10 @@ from zexport.errors import DamagedCheckpointError, NotACheckpointError
 from zexport.filenames import CONFIG, GENERATION_CONFIG, README, SOURCE_SIDECAR, TOKENIZER_CONFIG
 from zexport.model.config import ConfigFile
 from zexport.printable import some
-from zexport.store.boundary import Boundary
-from zexport.store.contents import read_json_object, read_range, read_regular, same_bytes
-from zexport.store.files import version
-from zexport.store.folders import children, is_file, is_folder, matching, real
-from zexport.store.json import Json, as_table, several
+from zexport.storage.contents import read_json_object, read_range, read_regular, same_bytes
+from zexport.storage.files import children, is_file, is_folder, matching, real, version
+from zexport.storage.json import Json, as_table, several
+from zexport.storage.symlink_policy import Boundary
 
 Files = Mapping[str, Path]
 """Files by their name in the output."""
@@ -51,17 +50,16 @@ _ENCODER_MORE = "config_sentence_transformers.json sentence_*_config.json [0-9]*
 Source: sentence-transformers 5.1, ``SentenceTransformer.save``.
 """
 
-_LICENSE = re.compile(r"(LICEN[CS]E|NOTICE|USE_POLICY|COPYING)([-_.][\w.-]+)?", re.IGNORECASE)
+_LICENSE = r"(?i)(LICEN[CS]E|NOTICE|USE_POLICY|COPYING)([-_.][\w.-]+)?"
 _OF_RUN = re.compile(r"trainer_state\.json|training_args\.bin|(?:checkpoint|step|epoch)[-_]?\d+")
 """Names that only the folder of a run has."""
 
-_RELATIVE_IMPORT = re.compile(
-    rb"^[ \t]*from[ \t]*(\.+)[ \t]*([\w.]*)[ \t]*import[ \t]*(\([^)]*\)|(?:[^\n\\#;]|\\\r?\n)*)",
-    re.MULTILINE,
+_RELATIVE_IMPORT = (
+    rb"(?m)^[ \t]*from[ \t]*(\.+)[ \t]*([\w.]*)[ \t]*import[ \t]*(\([^)]*\)|(?:[^\n\\#;]|\\\r?\n)*)"
 )
 """The dots of a relative import, its module, and what it imports."""
 
-_FRONT_MATTER = re.compile(r"\ufeff?---[ \t\r]*\n(.*?)^---[ \t\r]*$", re.DOTALL | re.MULTILINE)
+_FRONT_MATTER = r"(?sm)\ufeff?---[ \t\r]*\n(.*?)^---[ \t\r]*$"
 _CARD_NBYTES_MAX, _SOURCE_NBYTES_MAX = 64 << 10, 4 << 20
 _NO_BOUNDARY = Boundary(())
 _THE_CHECKPOINT, _ABOVE, _BASE = "the checkpoint", "the folder above", "--base"
@@ -206,7 +204,7 @@ def warnings_on(files: HfFiles) -> Iterator[str]:
 
 def affects_model(name: str) -> bool:
     """Whether a file affects how the model works; cards and licenses do not."""
-    return name != README and _LICENSE.fullmatch(name) is None
+    return name != README and re.fullmatch(_LICENSE, name) is None
 
 
 def read_card(folder: Path) -> str:
@@ -214,7 +212,7 @@ def read_card(folder: Path) -> str:
     path = folder / README
     if not is_file(path):
         return ""
-    found = _FRONT_MATTER.match(read_range(path, 0, _CARD_NBYTES_MAX).decode(errors="replace"))
+    found = re.match(_FRONT_MATTER, read_range(path, 0, _CARD_NBYTES_MAX).decode(errors="replace"))
     return found[1] if found else ""
 
 
@@ -251,7 +249,7 @@ def _licenses(folder: Path) -> dict[str, Path]:
     return {
         path.name: path
         for path in children(folder)
-        if _LICENSE.fullmatch(path.name) and is_file(path)
+        if re.fullmatch(_LICENSE, path.name) and is_file(path)
     }
 
 
@@ -310,7 +308,7 @@ def _code(folder: Path, config: Mapping[str, Json]) -> dict[str, Path]:
 
 def _imported(name: PurePosixPath, source: bytes) -> Iterator[str]:
     """Yield the files in the folder that a module's relative imports may mean."""
-    for dots, module, taken in _RELATIVE_IMPORT.findall(source):
+    for dots, module, taken in re.findall(_RELATIVE_IMPORT, source):
         above = len(name.parent.parts) - (len(dots) - 1)
         if above < 0:
             continue

@@ -9,31 +9,29 @@ import msgspec
 from msgspec import Struct
 
 from zexport.errors import CheckpointError, NotACheckpointError
-from zexport.store.address import last_names
-from zexport.store.contents import read_regular
-from zexport.store.files import reading
-from zexport.store.folders import exists, hub_cache_folder, is_folder, real
-from zexport.store.publish import check_finished
+from zexport.storage.contents import read_regular
+from zexport.storage.files import exists, is_folder, real
+from zexport.storage.location import hub_cache_folder, last_names
+from zexport.storage.locks import check_finished
+from zexport.storage.os_errors import reading
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
-_CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
-_LOCAL = re.compile(
-    r"(checkpoints?|ckpts?|models?|outputs?|out|runs?|results?|saves?|saved|data|datasets?|weights|"
-    r"pretrained(_models?)?|hf_models?|base|exp|experiments?|logs?|tmp|home|mnt|root|work|workspace)"
-    r"/.*|.*/(checkpoint|global_step|step|epoch)[-_]?\d+",
-    re.IGNORECASE,
+_HUB_ID = r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}"
+_CACHED = r"models--([\w.-]+?)--([\w.-]+)"
+_LOCAL = (
+    r"(?i)(checkpoints?|ckpts?|models?|outputs?|out|runs?|results?|saves?|saved|data|datasets?|"
+    r"weights|pretrained(_models?)?|hf_models?|base|exp|experiments?|logs?|tmp|home|mnt|root|work|workspace)"
+    r"/.*|.*/(checkpoint|global_step|step|epoch)[-_]?\d+"
 )
 """Looks like a Hub id and is probably a folder."""
 
-_QUANTIZED = re.compile(
-    r"[-_.](?:unsloth[-_.])?(?:bnb[-_.])?(?:\d[-_.]?bits?|int[48]|fp8|nf4|[gw]\d?a?\d*g?ptq|gptq|awq"
-    r"|gguf|hqq|w4a16|w8a8)(?:[-_.].*)?$",
-    re.IGNORECASE,
+_QUANTIZED = (
+    r"(?i)[-_.](?:unsloth[-_.])?(?:bnb[-_.])?(?:\d[-_.]?bits?|int[48]|fp8|nf4|[gw]\d?a?\d*g?ptq|gptq|awq"
+    r"|gguf|hqq|w4a16|w8a8)(?:[-_.].*)?$"
 )
 """Endings of the names of quantized models."""
 
 _COMMIT, _REF_NBYTES_MAX = re.compile(r"[0-9a-f]{40}"), 40
-_BRANCH = re.compile(r"\w[\w.-]{0,95}")
+_BRANCH = r"\w[\w.-]{0,95}"
 
 
 class GivenBase(Struct, frozen=True):
@@ -70,18 +68,18 @@ class GivenBase(Struct, frozen=True):
 
 def is_hub_id(name: str) -> bool:
     """Whether a name is a Hub id and probably not a folder."""
-    return _HUB_ID.fullmatch(name) is not None and _LOCAL.fullmatch(name) is None
+    return re.fullmatch(_HUB_ID, name) is not None and re.fullmatch(_LOCAL, name) is None
 
 
 def hub_id_of(folder: Path) -> str | None:
     """Return the Hub id of a folder in the Hub cache; ``None`` for another folder."""
-    found = (_CACHED.fullmatch(part) for part in folder.parts)
+    found = (re.fullmatch(_CACHED, part) for part in folder.parts)
     return next((f"{one[1]}/{one[2]}" for one in found if one), None)
 
 
 def plain_name(name: str) -> str:
     """Return a model's name in lowercase, without the ending of a quantized model."""
-    return _QUANTIZED.sub("", name.rstrip("/").lower())
+    return re.sub(_QUANTIZED, "", name.rstrip("/").lower())
 
 
 def model_folder(given: Path) -> Path:
@@ -109,7 +107,7 @@ def cached_snapshot(hub_id: str, revision: str = "main") -> Path | None:
 
     Source: huggingface_hub 2.4, ``_snapshot_download.py``.
     """
-    if not _BRANCH.fullmatch(revision):
+    if not re.fullmatch(_BRANCH, revision):
         return None
     try:
         model = hub_cache_folder() / f"models--{hub_id.replace('/', '--')}"

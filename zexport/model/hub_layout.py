@@ -14,7 +14,7 @@ from msgspec import Struct, field
 
 from zexport.ranges.dtypes import Shape
 from zexport.ranges.mosaic import row_major
-from zexport.store.json import Natural
+from zexport.storage.json import Natural
 
 
 class Box(Struct, frozen=True):

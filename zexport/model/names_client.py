@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
+from blake3 import blake3
 from msgspec import Raw, Struct
 from msgspec.structs import replace
 
@@ -22,9 +22,13 @@ from zexport.filenames import SOURCE_SIDECAR
 from zexport.model.config import ConfigFile
 from zexport.model.hub_layout import StoredLayout
 from zexport.model.names import Fit, ModelNames, NamesUnknown, Stored, best_fit
-from zexport.store.contents import read_regular
-from zexport.store.folders import cache_folder, exists, home, matching, replace_content
-from zexport.store.json import Json, as_table
+from zexport.storage.contents import read_regular
+from zexport.storage.files import exists, matching, write_durably
+from zexport.storage.json import Json, as_table
+from zexport.storage.location import cache_folder, home
+
+if TYPE_CHECKING:
+    import subprocess
 
 _log = logging.getLogger(__name__)
 
@@ -202,6 +206,8 @@ class NamesClient:
 
 
 def _ask(config: bytes) -> subprocess.CompletedProcess[bytes]:
+    import subprocess  # noqa: PLC0415 - most exports ask nothing
+
     return subprocess.run(
         # -P: without it, Python imports modules of the current folder, perhaps the checkpoint's
         [sys.executable, "-P", "-m", "zexport.model.names_process"],
@@ -251,7 +257,7 @@ def _write_cache(config: bytes, version: str, answer: bytes) -> None:
     """Cache an answer; warn if that is not possible."""
     try:
         content = b"%b\n%b" % (_digest(answer).encode(), answer)
-        replace_content(_cache_path(config, version), content)
+        write_durably(_cache_path(config, version), content)
     except (OSError, RuntimeError) as cause:
         _log.warning(
             "The names cannot be cached (%s), so every export asks transformers again. Set "
@@ -261,4 +267,4 @@ def _write_cache(config: bytes, version: str, answer: bytes) -> None:
 
 
 def _digest(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
+    return blake3(content).hexdigest(16)

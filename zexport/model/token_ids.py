@@ -14,8 +14,8 @@ from zexport.errors import DamagedCheckpointError
 from zexport.filenames import ADDED, CONFIG, GENERATION_CONFIG, TOKENIZER
 from zexport.model.config import ConfigFile
 from zexport.model.hf_files import Files
-from zexport.store.contents import read_json_object, read_regular
-from zexport.store.json import Json, several
+from zexport.storage.contents import read_json_object, read_regular
+from zexport.storage.json import Json, several
 
 ADDED_TOKENS, _VOCABULARY = "added tokens up to", "vocabulary up to"
 _NBYTES_MAX = 64 << 20

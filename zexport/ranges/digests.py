@@ -1,97 +1,125 @@
-"""BLAKE3 of files, of ranges of files, and of shards, through one small buffer."""
+"""BLAKE3 digests and CRC-32 of files, read through one small buffer per thread."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
 from pathlib import Path
 
 from blake3 import blake3
+from isal import isal_zlib
+from msgspec import Struct
 
-from zexport.store.files import InputFile, open_input
+from zexport.storage.files import open_input
+from zexport.storage.storage import InputFile
 
+DIGEST_NBYTES = 32
 _CHUNK_NBYTES = 1 << 20
-"""Few enough that the bytes are still in the processor's cache when they are digested."""
+"""Small enough that the bytes are still in the processor's cache when digested."""
+
+_BATCH_NBYTES, _BATCH_RANGES = 32 << 20, 4096
+"""What one thread reads before the next is asked."""
+
+
+class FileDigests(Struct, frozen=True):
+    """Digests of a file of tensors.
+
+    ``tensors`` has 32 bytes per tensor in file order; ``whole`` is BLAKE3 of the bytes outside of
+    tensors and then of ``tensors``. Like the root of a hash tree, it covers every byte of the file
+    without a second pass. ``crc32`` is that of the whole file.
+    """
+
+    tensors: bytes
+    whole: str
+    crc32: int = 0
+
+    def hex(self, number: int) -> str:
+        """Return the digest of a tensor as 64 hexadecimal digits."""
+        return self.tensors[DIGEST_NBYTES * number : DIGEST_NBYTES * (number + 1)].hex()
 
 
 def digest_file(path: Path) -> str:
-    """The BLAKE3 digest of a file, as 64 hexadecimal digits."""
+    """Return the BLAKE3 digest of a file as 64 hexadecimal digits."""
     with open_input(path) as file:
         nbytes = file.version().nbytes
         file.expect([(0, nbytes)])
-        return _take_in(blake3(), file, 0, nbytes).hexdigest()
+        return _digest(blake3(), file, 0, nbytes, lambda _: None).hexdigest()
 
 
-def digest_of_parts(
+def digest_tensors(
     path: Path,
-    nbytes: int,
-    ranges: Iterable[tuple[int, int]],
-    digests: Iterable[str],
-) -> str:
-    """The digest of a file of tensors: BLAKE3 of all that is no tensor's, and of their digests.
-
-    This stands for every byte of the file, as the root of a hash tree does, and costs no second
-    pass over the tensors.
+    ranges: Sequence[tuple[int, int]],
+    workers: Executor,
+    on_bytes: Callable[[int], None],
+) -> FileDigests:
+    """Return the digests of a file, read again.
 
     Args:
         path: the file.
-        nbytes: its size.
-        ranges: (offset, nbytes) of each tensor, by offset.
-        digests: theirs, in the same order.
+        ranges: offset and nbytes of each tensor, by offset.
+        workers: threads that read.
+        on_bytes: called with the number of bytes after each read.
     """
-    digest = blake3()
+    running = [workers.submit(_digest_batch, path, one, on_bytes) for one in _batches(ranges)]
+    tensors = b"".join(batch.result() for batch in running)
+    frame, at = blake3(), 0
     with open_input(path) as file:
-        between = [*_between(ranges, nbytes)]
-        file.expect(between)
-        for start, stop in between:
-            _take_in(digest, file, start, stop - start)
-    for tensor_digest in digests:
-        digest.update(bytes.fromhex(tensor_digest))
-    return digest.hexdigest()
+        for offset, nbytes in (*ranges, (file.version().nbytes, 0)):
+            _digest(frame, file, at, offset - at, lambda _: None)
+            at = offset + nbytes
+    return FileDigests(tensors, frame.update(tensors).hexdigest())
 
 
-def _between(ranges: Iterable[tuple[int, int]], nbytes: int) -> Iterator[tuple[int, int]]:
-    """What of a file of ``nbytes`` lies in none of the ranges: from, to."""
-    position = 0
-    for offset, count in chain(ranges, [(nbytes, 0)]):
-        if position < offset:
-            yield position, offset
-        position = offset + count
+def _batches(ranges: Sequence[tuple[int, int]]) -> Iterator[Sequence[tuple[int, int]]]:
+    first = nbytes = 0
+    for last, (_, count) in enumerate(ranges, 1):
+        nbytes += count
+        if nbytes >= _BATCH_NBYTES or last - first == _BATCH_RANGES or last == len(ranges):
+            yield ranges[first:last]
+            first, nbytes = last, 0
 
 
-def digest_ranges(
-    path: Path,
-    ranges: Iterable[tuple[int, int]],
-    *,
-    on_bytes: Callable[[int], None] | None = None,
-) -> tuple[str, ...]:
-    """The BLAKE3 digests of ranges of a file.
-
-    Args:
-        path: the file.
-        ranges: (offset, nbytes) of each.
-        on_bytes: told the count of each run of bytes after it was taken in.
-    """
-    ranges = list(ranges)
+def _digest_batch(
+    path: Path, ranges: Sequence[tuple[int, int]], on_bytes: Callable[[int], None]
+) -> bytes:
     with open_input(path) as file:
         file.expect((offset, offset + nbytes) for offset, nbytes in ranges if nbytes)
-        taken = (_take_in(blake3(), file, *one, on_bytes) for one in ranges)
-        return tuple(digest.hexdigest() for digest in taken)
+        return b"".join(_digest(blake3(), file, *one, on_bytes).digest() for one in ranges)
 
 
-def _take_in(
-    digest: blake3,
-    file: InputFile,
-    offset: int,
-    nbytes: int,
-    on_bytes: Callable[[int], None] | None = None,
+def _digest(
+    digest: blake3, file: InputFile, offset: int, nbytes: int, on_bytes: Callable[[int], None]
 ) -> blake3:
-    """The digest with ``nbytes`` bytes more, or with what there is of them."""
+    for data in _chunks(file, offset, nbytes):
+        digest.update(data)
+        on_bytes(data.nbytes)
+    return digest
+
+
+def crc32_of_file(path: Path, workers: Executor, on_bytes: Callable[[int], None]) -> int:
+    """Return the CRC-32 of a file; arguments as of ``digest_tensors``."""
+    with open_input(path) as file:
+        end = file.version().nbytes
+        file.expect([(0, end)])
+
+        def batch(start: int) -> int:
+            crc = 0
+            for data in _chunks(file, start, min(_BATCH_NBYTES, end - start)):
+                crc = isal_zlib.crc32(data, crc)
+                on_bytes(data.nbytes)
+            return crc
+
+        whole = 0
+        starts = range(0, end, _BATCH_NBYTES)
+        for start, crc in zip(starts, workers.map(batch, starts), strict=True):
+            whole = isal_zlib.crc32_combine(whole, crc, min(_BATCH_NBYTES, end - start))
+        return whole
+
+
+def _chunks(file: InputFile, offset: int, nbytes: int) -> Iterator[memoryview]:
+    """Yield up to ``nbytes`` bytes in one reused buffer."""
     buffer = memoryview(bytearray(min(_CHUNK_NBYTES, max(nbytes, 1))))
     while nbytes > 0 and (count := file.read(offset, buffer[:nbytes])):
-        digest.update(buffer[:count])
+        yield buffer[:count]
         offset += count
         nbytes -= count
-        if on_bytes is not None:
-            on_bytes(count)
-    return digest

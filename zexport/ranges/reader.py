@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping
 from functools import partial
 from itertools import chain, islice, starmap
@@ -18,10 +18,8 @@ from zexport.ranges.computed import ComputedExtent
 from zexport.ranges.extents import ByteSource, Extent, Member, Window
 from zexport.ranges.ledger import Ledger, Range
 from zexport.ranges.mosaic import Mosaic, gather
-from zexport.store.address import Address
-from zexport.store.blocks import announcing
-from zexport.store.files import InputFile, open_input, version
-from zexport.store.versions import Version
+from zexport.storage.files import is_local, open_input, version
+from zexport.storage.storage import InputFile, Version
 
 _OPEN_FILES_MIN, _OPEN_FILES_MAX = 64, 8192
 _OTHER_DESCRIPTORS = 256
@@ -63,7 +61,7 @@ class SourceReader:
     Every byte that belongs to a record goes into that record's CRC-32; ``finish`` reads what is
     missing of the records that were touched, and compares. A file that is no longer as it was
     beforehand is refused, when it is opened and again by ``finish``. A storage that falters is
-    tried again (``zexport.store.retries``).
+    tried again (``zexport.storage.retries``).
 
     Weights that are used are read by ``zexport.export.proof``; by this alone only what decides how
     they are read.
@@ -81,7 +79,7 @@ class SourceReader:
         self._nbytes_read = 0
         self._kept = Kept()
         self._turn = RLock()  # what is computed reads within a reading
-        self._are_far = any(isinstance(path, Address) for path in self._files)
+        self.are_far = not all(map(is_local, self._files))
 
     def __enter__(self) -> Self:
         return self
@@ -125,7 +123,7 @@ class SourceReader:
         first = next(extents, None)
         if first is None:
             return
-        is_small = not self._are_far and first.nbytes < min(_SMALL_NBYTES, buffer.nbytes)
+        is_small = not self.are_far and first.nbytes < min(_SMALL_NBYTES, buffer.nbytes)
         has_turn = is_small and self._turn.acquire(timeout=_TURN_SECONDS)
         try:
             nbytes_read = self._fill(chain((first,), extents), buffer, ledger)
@@ -157,13 +155,14 @@ class SourceReader:
 
         Object storage fetches them ahead, in few requests; a disk needs no such help.
         """
-        if not self._are_far:
+        if not self.are_far:
             return
-        with announcing():
-            for extent in chain.from_iterable(starmap(_plain_extents, windows)):
-                file = self._open.take(extent.path)
-                file.expect([(extent.offset, extent.offset + extent.nbytes)])
-                self._open.give_back(extent.path)
+        ranges: defaultdict[Path, list[tuple[int, int]]] = defaultdict(list)
+        for extent in chain.from_iterable(starmap(_plain_extents, windows)):
+            ranges[extent.path].append((extent.offset, extent.offset + extent.nbytes))
+        for path, own in ranges.items():
+            self._open.take(path).expect(own)
+            self._open.give_back(path)
 
     def take(self, ranges: Mapping[Path, Iterable[Range]]) -> None:
         """Count ranges that were read with another ledger, now or before a stop."""
@@ -195,9 +194,13 @@ class SourceReader:
                 ledger.enter(start, part)
             for member in gaps:
                 _compare(path, member, ledger.crc(member))
-        self._open.check_unchanged()
+        self.check_unchanged()
         digests = ((path, ledger.digest()) for path, ledger in self._ledger.files())
         return {path: digest for path, digest in digests if digest is not None}
+
+    def check_unchanged(self) -> None:
+        """Raise if a file changed since it was opened here."""
+        self._open.check_unchanged()
 
     def _read(self, path: Path, offset: int, part: memoryview) -> None:
         if (file := self._open.lasting.get(path)) is not None:

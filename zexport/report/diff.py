@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from zexport.compare.tensor import Outcome, TensorDiff
 from zexport.compare.verdict import share, words
 from zexport.report.text import Console, print_facts, print_line, print_rest, print_table, wrapped
-from zexport.store.json import JsonObject, form_of
+from zexport.storage.json import JsonObject, form_of
 
 if TYPE_CHECKING:
     from zexport.compare.diff import DiffReport, ModuleDiff

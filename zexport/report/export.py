@@ -26,9 +26,9 @@ from zexport.report.text import (
 
 if TYPE_CHECKING:
     from zexport.export.plan import Form, Origin
+    from zexport.export.report import ExportReport, PartReport
     from zexport.export.summary import PlanSummary
-    from zexport.run.execute import ExportReport, PartReport
-    from zexport.run.verify import VerifyReport
+    from zexport.export.verify import VerifyReport
 
 _SHARDS_SHOWN = 20
 _SPEED_TOLD_NBYTES = 10**8

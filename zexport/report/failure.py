@@ -7,7 +7,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from zexport.errors import ZexportError
-from zexport.store.json import Natural
+from zexport.storage.json import Natural
 
 
 class Told(Struct, frozen=True):

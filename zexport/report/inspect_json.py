@@ -9,7 +9,7 @@ from zexport.checkpoint.state import CheckpointFile, Role, TrainingState
 from zexport.inspect.inspect import Inspection, Outcome
 from zexport.ranges.dtypes import DType
 from zexport.report.failure import Told
-from zexport.store.json import JsonObject, form_of, values_of
+from zexport.storage.json import JsonObject, form_of, values_of
 
 if TYPE_CHECKING:
     from zexport.inspect.statistics import TensorStatistics

@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, TypeAlias
 from msgspec import Struct
 
 from zexport.printable import printable
-from zexport.store.folders import working_folder
+from zexport.storage.location import working_folder
 
 if TYPE_CHECKING:
     from rich.console import Console as StyledConsole
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 _FINDINGS_SHOWN = 20
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _STEP = 1000
-_COMMAND = re.compile(r"(?:(?<=: )|(?<=type ))zexport [a-z]+ .*")
+_COMMAND = r"(?:(?<=: )|(?<=type ))zexport [a-z]+ .*"
 """What follows "as in:" or "type"."""
-_UP = re.compile(r"(?:^|=)((?:\.\./)+)")
+_UP = r"(?:^|=)((?:\.\./)+)"
 """How far a word of a command line goes up, or the value of an option."""
 
 
@@ -90,7 +90,7 @@ def _starts() -> Iterator[tuple[Path, str]]:
     here = working_folder()
     if here is not None:
         yield here, ""
-        ups = [len(up[1]) // len("../") for word in sys.argv[1:] if (up := _UP.search(word))]
+        ups = [len(up[1]) // len("../") for word in sys.argv[1:] if (up := re.search(_UP, word))]
         above = [folder for folder in here.parents if folder != folder.parent]
         for level, folder in enumerate(above[: max(ups, default=0)], start=1):
             yield folder, "../" * level
@@ -114,7 +114,7 @@ def folded(text: str, width: int, indent: int = 0) -> list[str]:
     No word is broken, and a command at its end, which may be copied, stands on a line of its own.
     """
     blanks = " " * indent
-    command = _COMMAND.search(text) if len(text) > width else None
+    command = re.search(_COMMAND, text) if len(text) > width else None
     words, rest = (text, "") if command is None else (text[: command.start()], command[0])
     lines = wrapped(words, width, "", blanks)
     return [*lines, f"{blanks}{rest}"] if rest else lines or [""]

@@ -21,10 +21,10 @@ from zexport.export.plan import SideFile
 from zexport.filenames import MANIFEST_NAME
 from zexport.formats.torch_file import read_torch_file
 from zexport.printable import shown, some
-from zexport.store.contents import read_json_object
-from zexport.store.files import reading
-from zexport.store.folders import children, exists, is_file, is_folder, leaves
-from zexport.store.json import JsonObject
+from zexport.storage.contents import read_json_object
+from zexport.storage.files import children, exists, is_file, is_folder, leaves
+from zexport.storage.json import JsonObject
+from zexport.storage.os_errors import reading
 from zexport.train.options import OPTIONS_FILE, without_auto
 
 

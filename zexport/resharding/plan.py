@@ -13,6 +13,7 @@ from zexport.checkpoint.resolve import Framework
 from zexport.checkpoint.state import TrainingState, raise_problems
 from zexport.errors import UnsafeError, UnsupportedError, UsageError, layout_of
 from zexport.export.decide import CheckpointRecord, recorded_warnings
+from zexport.export.manifest import Manifest
 from zexport.export.plan import ExportPlan, FilePlan, Form, Origin, SideFile, SourceFile
 from zexport.export.proof import Accounting, account
 from zexport.export.summary import share_memory
@@ -38,10 +39,9 @@ from zexport.resharding.settings import (
 )
 from zexport.resharding.universal_files import universal_files, whole_of
 from zexport.resharding.values import records_of, unwritable
-from zexport.run.manifest import Manifest
-from zexport.store.address import place
-from zexport.store.contents import read_json_object
-from zexport.store.json import values_of
+from zexport.storage.contents import read_json_object
+from zexport.storage.json import values_of
+from zexport.storage.location import place
 
 _BY_ORDER = (
     "optimizer states are numbered, and matched to weights in the model's order. If the optimizer "

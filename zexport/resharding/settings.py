@@ -16,7 +16,7 @@ from zexport.checkpoint.zero.ranks import WORLD_SIZE_MAX
 from zexport.checkpoint.zero.records import ZERO3, ModelStates
 from zexport.errors import UsageError, ZexportError
 from zexport.options import ReshardOptions
-from zexport.store.contents import read_json_object
+from zexport.storage.contents import read_json_object
 
 _AUTO = "auto"
 SUB_GROUP_SIZE = 1_000_000_000

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +17,8 @@ from pathlib import Path
 
 from zexport.errors import MissingExtraError, OutputError, TrainingError, UsageError, ZexportError
 from zexport.extras import HUB_WANTED, lack_for_names, to_install
+from zexport.storage.files import write_durably
+from zexport.storage.local import open_log, remove_if_possible
 from zexport.train.options import TrainOptions, TrainSummary, check_free, settled
 from zexport.train.worker import MARK, SUMMARY_FILE, Failure, log_file, run_worker
 
@@ -96,7 +97,7 @@ def _run_launched(options: TrainOptions, progress: Callable[[str], None]) -> Tra
         check_free(options.out)
     with _run_folder() as run:
         options_file = run / "options.json"
-        options_file.write_text(options.to_json(), encoding="utf-8")
+        write_durably(options_file, options.to_json().encode())
         with _started(options_file, options.world_size) as launcher:
             _relay(launcher, run, options.timeout, progress)
             status = launcher.wait()
@@ -117,7 +118,7 @@ def _run_folder() -> Iterator[Path]:
         raise
     finally:
         if not kept:
-            shutil.rmtree(run, ignore_errors=True)
+            remove_if_possible(run)
 
 
 @contextmanager
@@ -173,7 +174,7 @@ def _relay(
     timer = threading.Timer(timeout_s, give_up)
     timer.start()
     try:
-        with (run / LAUNCHER_LOG).open("w", encoding="utf-8") as log:
+        with open_log(run / LAUNCHER_LOG) as log:
             for line in launcher.stderr or ():
                 if line.startswith(MARK):
                     timer.cancel()

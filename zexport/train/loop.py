@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zexport.errors import CheckpointError, UsageError
-from zexport.store.contents import write_durably
+from zexport.storage.files import write_durably
+from zexport.storage.local import open_log
 from zexport.train.collectives import Ranks
 from zexport.train.options import TrainOptions, TrainSummary
 from zexport.train.save import GATHERED, Saver, tag_of, tags_in
@@ -163,7 +164,7 @@ class _StepLog:
             return
         line = json.dumps({"step": step, "loss": loss, "lr": lr})
         try:
-            with self.path.open("a", encoding="utf-8") as file:
+            with open_log(self.path) as file:
                 file.write(line + "\n")
         except OSError:
             return

@@ -13,8 +13,8 @@ from typing import Any, Literal, TypeAlias
 from blake3 import blake3
 
 from zexport.errors import OutputError, UsageError
-from zexport.store.contents import read_json_object
-from zexport.store.json import SCHEMA, JsonObject, Natural, decoded, form_of
+from zexport.storage.contents import read_json_object
+from zexport.storage.json import SCHEMA, JsonObject, Natural, decoded, form_of
 
 Precision: TypeAlias = Literal["fp32", "bf16", "fp16"]
 SaveKind: TypeAlias = Literal["partitioned", "gathered", "both"]

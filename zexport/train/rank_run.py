@@ -12,8 +12,8 @@ import torch
 
 from zexport.errors import OutputError
 from zexport.filenames import SOURCE_SIDECAR
-from zexport.store.contents import write_durably
-from zexport.store.retries import steadily
+from zexport.storage.files import make_folder, write_durably
+from zexport.storage.retries import steadily
 from zexport.train.collectives import Ranks, join_ranks
 from zexport.train.loop import Place, resumed_place, train_steps
 from zexport.train.model import add_adapter, freeze, make_model, meta_twin
@@ -120,7 +120,7 @@ def claim_folder(options: TrainOptions, model: PreTrainedModel, dtype: torch.dty
         return
     try:
         check_free(out)
-        out.mkdir(parents=True, exist_ok=True)
+        make_folder(out)
         if options.lora and options.model is None:
             rounded = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
             meta_twin(model, dtype).save_pretrained(options.base, state_dict=rounded)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,9 +14,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from zexport.filenames import ADAPTER_CONFIG, ADAPTER_FILE
-from zexport.store.contents import write_durably
-from zexport.store.files import sync_path
-from zexport.store.retries import steadily
+from zexport.storage.files import make_folder, sync_path, write_durably
+from zexport.storage.local import append_durably, copy_mode, remove_if_possible, rename
+from zexport.storage.retries import steadily
 from zexport.train.collectives import Ranks
 from zexport.train.options import TrainOptions
 
@@ -70,7 +68,7 @@ class AdapterWriter:
 
     def write(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
         """An adapter folder that peft loads."""
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         self.write_config(folder)
         self.write_weights(folder / ADAPTER_FILE, weights)
         self.tokenizer.save_pretrained(folder)
@@ -88,7 +86,7 @@ class AdapterWriter:
         )
         tensors = {name: tensor.contiguous() for name, tensor in adapter.items()}
         save_file(tensors, path, metadata={"format": "pt"})
-        path.chmod((path.parent / ADAPTER_CONFIG).stat().st_mode)
+        copy_mode(path, path.parent / ADAPTER_CONFIG)
 
 
 GATHERED = "gathered"
@@ -185,22 +183,23 @@ class Saver:
         out, keep = self.options.out, self.options.keep
         fresh_adapter = out / f".{ADAPTER_FILE}.new"
         if fresh_adapter.exists():
-            fresh_adapter.replace(out / ADAPTER_FILE)
+            rename(fresh_adapter, out / ADAPTER_FILE)
         if self.options.gathered:
-            self._fresh_model(tag).replace(out / GATHERED / tag)
+            rename(self._fresh_model(tag), out / GATHERED / tag)
         if self.options.partitioned:
             steadily(lambda: write_durably(out / "latest", tag.encode()))
         for folder in (out, out / GATHERED):
             for old in tags_in(folder)[:-keep] if keep else ():
                 if old != tag:
-                    shutil.rmtree(folder / old, ignore_errors=True)
+                    remove_if_possible(folder / old)
 
     def _discard(self, tag: str) -> None:
         """Nothing of the tag remains; it is never one that was published."""
         gathered = self.options.out / GATHERED / tag
         for folder in (self.options.out / tag, gathered, self._fresh_model(tag)):
-            shutil.rmtree(folder, ignore_errors=True)
-        (self.options.out / f".{ADAPTER_FILE}.new").unlink(missing_ok=True)
+            if folder.is_dir():  # a file of that name is not the run's
+                remove_if_possible(folder)
+        remove_if_possible(self.options.out / f".{ADAPTER_FILE}.new")
 
     def _fresh_model(self, tag: str) -> Path:
         """Where a gathered model is written until it is whole."""
@@ -245,9 +244,9 @@ def open_like_config(folder: Path) -> None:
 
     Safetensors 0.8 lets their owner alone read them.
     """
-    mode = next(folder.glob("*config.json")).stat().st_mode
+    config = next(folder.glob("*config.json"))
     for weights in folder.glob("*.safetensors"):
-        weights.chmod(mode)
+        copy_mode(weights, config)
 
 
 def cause_of(error: Exception, path: Path) -> str:
@@ -258,9 +257,7 @@ def cause_of(error: Exception, path: Path) -> str:
     """
     if not isinstance(error, OSError):
         try:
-            with path.open("ab", buffering=0) as file:
-                file.write(bytes(4096))
-                os.fsync(file.fileno())
+            append_durably(path, bytes(4096))
         except OSError as reason:
             error = reason
     if isinstance(error, OSError) and error.strerror:

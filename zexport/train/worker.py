@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zexport.errors import CheckpointError, OutputError, TrainingError, UsageError, ZexportError
-from zexport.store.json import decoded, values_of
+from zexport.storage.files import write_durably
+from zexport.storage.json import decoded, values_of
+from zexport.storage.local import open_log
 from zexport.train.options import TrainOptions, TrainSummary
 
 MARK = "zexport train: "
@@ -99,10 +101,9 @@ def _output_kept_in(log: Path) -> Iterator[None]:
     """File descriptors 1 and 2 write to the log, those of C++ libraries included."""
     sys.stdout.flush()
     kept = os.dup(1), os.dup(2)
-    target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-    os.dup2(target, 1)
-    os.dup2(target, 2)
-    os.close(target)
+    with open_log(log) as target:
+        os.dup2(target.fileno(), 1)
+        os.dup2(target.fileno(), 2)
     try:
         yield
     finally:
@@ -137,11 +138,11 @@ def main() -> None:
             options, log_file(run, rank), lambda line: print(MARK + line, file=terminal)
         )
     except ZexportError as error:
-        failure_file(run, rank).write_text(Failure.of(error, time.time()).to_json())
+        write_durably(failure_file(run, rank), Failure.of(error, time.time()).to_json().encode())
         # The other ranks may be waiting for this one: no clean-up that would wait for them.
         os._exit(error.exit_code)
     if rank == 0:
-        (run / SUMMARY_FILE).write_text(summary.to_json())
+        write_durably(run / SUMMARY_FILE, summary.to_json().encode())
     # The work is done and on disk; threads of torch and DeepSpeed have aborted a tidy exit.
     os._exit(0)
 

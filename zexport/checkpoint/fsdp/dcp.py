@@ -38,10 +38,9 @@ from zexport.formats.torch_zip import opened
 from zexport.formats.zip_directory import data_offset, read_directory, read_record
 from zexport.ranges.dtypes import DType, Shape
 from zexport.ranges.extents import ByteSource, Extent, Member
-from zexport.store.contents import read_whole
-from zexport.store.files import version
-from zexport.store.folders import is_file
-from zexport.store.versions import Version
+from zexport.storage.contents import read_whole
+from zexport.storage.files import is_file, version
+from zexport.storage.storage import Version
 
 METADATA = ".metadata"
 _KNOWN = (

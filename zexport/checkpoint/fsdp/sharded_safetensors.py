@@ -19,8 +19,8 @@ from zexport.checkpoint.state import MASTER, Parameter, Role
 from zexport.checkpoint.zero.file_names import ranges
 from zexport.formats.pickle_view import PickleView
 from zexport.formats.safetensors_file import SafetensorsHeader, read_header
-from zexport.store.contents import read_json_object
-from zexport.store.folders import is_file
+from zexport.storage.contents import read_json_object
+from zexport.storage.files import is_file
 
 NAME = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors", re.ASCII)
 

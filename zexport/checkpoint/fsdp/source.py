@@ -26,7 +26,7 @@ from zexport.checkpoint.zero.records import scalar
 from zexport.errors import ZexportError, layout_of
 from zexport.formats.pickle_view import view
 from zexport.formats.torch_file import TorchFile, read_torch_file
-from zexport.store.folders import children, is_file, is_folder
+from zexport.storage.files import children, is_file, is_folder
 
 _NUMBER = r"(0|[1-9]\d{0,5})"
 _VERL = re.compile(rf"(model|optim|extra_state)_world_size_{_NUMBER}_rank_{_NUMBER}\.pt", re.ASCII)

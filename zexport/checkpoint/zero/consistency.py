@@ -12,7 +12,7 @@ from zexport.findings import FindingKind
 from zexport.formats.pickle_view import PickleView, view
 from zexport.formats.torch_file import Container, TorchFile
 from zexport.printable import some
-from zexport.store.contents import read_range, same_bytes
+from zexport.storage.contents import read_range, same_bytes
 
 COPY_ALL = "Copy all rank files of one checkpoint again"
 

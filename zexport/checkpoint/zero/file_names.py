@@ -19,8 +19,8 @@ from zexport.checkpoint.zero.records import model_states
 from zexport.errors import DamagedCheckpointError
 from zexport.formats.pickles import Pickle
 from zexport.formats.torch_file import TorchFile, read_torch_file
-from zexport.store.contents import same_bytes
-from zexport.store.folders import children, is_file
+from zexport.storage.contents import same_bytes
+from zexport.storage.files import children, is_file
 
 MODEL_FILES = (FileKind.MODEL, FileKind.MODEL_PER_RANK)
 

@@ -19,7 +19,7 @@ from zexport.formats.inert import FragmentAddress, TensorRef
 from zexport.formats.pickle_view import PickleView, view
 from zexport.formats.torch_file import TorchFile
 from zexport.ranges.dtypes import DType, Shape
-from zexport.store.contents import read_range
+from zexport.storage.contents import read_range
 
 Shapes = Mapping[str, Shape]
 Fragments = Mapping[str, tuple[int, int]]

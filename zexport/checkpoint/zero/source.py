@@ -48,14 +48,13 @@ from zexport.checkpoint.zero.records import model_states
 from zexport.errors import IncompleteCheckpointError, UnsupportedError, ZexportError, layout_of
 from zexport.formats.torch_file import Container, TorchFile, read_torch_file
 from zexport.ranges.extents import paths_of
-from zexport.store.files import version
-from zexport.store.folders import children, is_folder, matching
+from zexport.storage.files import children, is_folder, matching, version
 
 # ruff: noqa: PLC0415 - most checkpoints need one of the layouts
 
 if TYPE_CHECKING:
     from zexport.checkpoint.resolve import Location
-    from zexport.store.boundary import Boundary
+    from zexport.storage.symlink_policy import Boundary
 
 _MISSING_MAX = 100_000
 """Limit for ranks of which missing files are listed; a damaged file may record any number."""

@@ -44,7 +44,7 @@ from zexport.printable import some
 from zexport.ranges.computed import Zeros
 from zexport.ranges.dtypes import DType, Shape
 from zexport.ranges.extents import Window
-from zexport.store.folders import child_folders, children
+from zexport.storage.files import child_folders, children
 
 FOLDER, OPTIMIZER_STATE, STEP = "zero", "optimizer_state", "step"
 _SOURCE = "Reshard the checkpoint that it was converted from"

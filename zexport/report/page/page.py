@@ -26,9 +26,8 @@ from zexport.printable import shown
 from zexport.report.page.drawing import Drawn
 from zexport.report.page.treemap import Box
 from zexport.report.text import plural, size
-from zexport.store.contents import write_durably
-from zexport.store.files import open_regular, read_at, writing
-from zexport.store.folders import absolute, exists, is_file
+from zexport.storage.files import absolute, exists, is_file, open_input, write_durably
+from zexport.storage.os_errors import writing
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -171,8 +170,8 @@ def page_html(page: Page) -> str:
 def _is_page(path: Path) -> bool:
     if not is_file(path):
         return False
-    with open_regular(path) as file:
-        return read_at(file, 0, len(_MARK)) == _MARK.encode()
+    with open_input(path) as file:
+        return file.read_at(0, len(_MARK)) == _MARK.encode()
 
 
 @cache

@@ -1,0 +1,149 @@
+"""``--engine deepspeed``: DeepSpeed's own converter rebuilds the weights, and runs nothing else."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.checkpoints import Run, model_file, optimizer_file, save, small_model
+from tests.support.forked import typed
+from tests.support.oracles import differences
+from tests.support.real_cases import Facts, deepspeed_state, facts, on_every_real_checkpoint
+from tests.support.stopping import flip
+from zexport import consolidate
+from zexport.errors import DamagedCheckpointError, UnsafeError, UnsupportedError, ZexportError
+from zexport.options import Engine, NameLayout
+
+pytestmark = pytest.mark.deepspeed
+
+
+def _exported(root: Path, out: Path, engine: Engine = Engine.DEEPSPEED) -> dict[str, torch.Tensor]:
+    consolidate(root, out, engine=engine, layout=NameLayout.MEMORY, jobs=2)
+    return {k: v for file in out.glob("*.safetensors") for k, v in load_file(file).items()}
+
+
+def _outcome(root: Path, out: Path, engine: Engine) -> Facts | type:
+    try:
+        return facts(_exported(root, out, engine))
+    except ZexportError as error:
+        assert not out.exists()
+        return type(error)
+
+
+@on_every_real_checkpoint
+def test_both_engines_export_the_same_if_deepspeed_rebuilds_every_tensor(
+    root: Path, tmp_path: Path
+) -> None:
+    expected = _outcome(root, tmp_path / "native", Engine.NATIVE)
+    try:
+        given = {*deepspeed_state(root)}
+    except (ValueError, RuntimeError):
+        given = set()
+    if isinstance(expected, dict) and not expected.keys() <= given:
+        expected = UnsupportedError
+    assert _outcome(root, tmp_path / "reference", Engine.DEEPSPEED) == expected
+
+
+def test_command_prints_nothing_that_deepspeed_prints(zero3: Path, tmp_path: Path) -> None:
+    done = typed("consolidate", zero3, tmp_path / "out", "--engine", "deepspeed", "--quiet")
+    assert (done.returncode, done.stdout) == (0, "")
+    wanted = small_model().tensors
+    wanted |= {name: value.float() for name, value in small_model().frozen.items()}
+    assert differences(load_file(tmp_path / "out" / "model.safetensors"), wanted) == []
+
+
+def test_flipped_bit_is_refused_although_deepspeed_does_not_check(
+    zero3: Path, tmp_path: Path
+) -> None:
+    path = optimizer_file(zero3 / "global_step2", small_model(), 1)
+    some = small_model().masters["emb.weight"].reshape(-1)[31:40].numpy().tobytes()
+    flip(path, path.read_bytes().rindex(some))
+    with pytest.raises(DamagedCheckpointError, match="CRC-32"):
+        _exported(zero3, tmp_path / "out")
+
+
+# --- what must not run ---
+
+
+class _Bomb:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("name", ["stray_optim_states.pt", "old copy_optim_states.pt"])
+def test_file_with_an_unknown_global_is_refused(zero3: Path, tmp_path: Path, name: str) -> None:
+    """DeepSpeed would load it: it takes whatever its patterns match."""
+    torch.save({"module": _Bomb(tmp_path / "ran")}, zero3 / "global_step2" / name)
+    with pytest.raises(UnsafeError, match=r"mkdir") as caught:
+        _exported(zero3, tmp_path / "out")
+    assert caught.value.path == zero3 / "global_step2" / name
+    assert not (tmp_path / "ran").exists()
+
+
+def test_torchscript_file_is_refused(zero3: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(model_file(zero3 / "global_step2", Run(), 0), "a") as archive:
+        root = archive.namelist()[0].partition("/")[0]
+        archive.writestr(f"{root}/constants.pkl", pickle.dumps(()))
+    with pytest.raises(UnsafeError, match="jit"):
+        _exported(zero3, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("run", "folder", "problem"),
+    [
+        (Run(legacy=True), "old", "legacy torch file"),
+        (Run(), "run[1]", "pattern"),
+        (Run(), "r*", "pattern"),
+    ],
+)
+def test_legacy_file_and_folder_like_a_pattern_are_refused(
+    run: Run, folder: str, problem: str, tmp_path: Path
+) -> None:
+    root = save(small_model(), run, tmp_path / folder)
+    with pytest.raises(UnsupportedError, match=problem):
+        _exported(root, tmp_path / "out")
+
+
+# --- what is not exact ---
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda state: state.pop("lin.weight"), "leaves out 'lin.weight'"),
+        (lambda state: state.update(scale=torch.ones(2)), "another shape"),
+        (lambda state: state.update(big=state["big"].float()), "may round it"),
+        (lambda state: state["no"], "found KeyError: 'no'"),
+    ],
+)
+def test_value_that_may_not_be_the_stored_one_is_refused(
+    change: Callable[[dict[str, torch.Tensor]], object],
+    reason: str,
+    zero3: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from deepspeed.utils import zero_to_fp32
+
+    name = "get_fp32_state_dict_from_zero_checkpoint"
+    whole = getattr(zero_to_fp32, name)
+
+    def convert(*given: object, **options: object) -> dict[str, torch.Tensor]:
+        state = dict(whole(*given, **options))
+        change(state)
+        return state
+
+    monkeypatch.setattr(zero_to_fp32, name, convert)
+    with pytest.raises(UnsupportedError, match=reason):
+        _exported(zero3, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,87 @@
+"""Kills, refusals and full disks, at a few points each; ``make torture`` tries all of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.stopping import Job
+from tests.torture.commands import Export, killed_at_random, make_checkpoint
+from tests.torture.faults import Calls, watched
+from tests.torture.kills import count_calls, killed_at, killed_workers
+from tests.torture.refusals import ALWAYS, FAULTS, Fault, every_fault
+from tests.torture.small_disk import every_size
+from zexport.errors import DamagedCheckpointError
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+
+
+def test_killed_export_leaves_all_or_nothing(job: Job, whole: dict[str, bytes]) -> None:
+    count = count_calls(job).total()
+    taken_over = [killed_at(job, at, whole) for at in range(1, count + 1, count // 9)]
+    assert max(taken_over) > 0
+
+
+def test_killed_workers_leave_all_or_nothing(job: Job, whole: dict[str, bytes]) -> None:
+    assert killed_workers(job, 3, 4, seed=1, whole=whole)["kills"] >= 4
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+def test_refused_system_call_leaves_nothing_half_made(
+    job: Job, whole: dict[str, bytes], fault: Fault
+) -> None:
+    stopped = [*every_fault(job, fault, whole)]
+    assert stopped[0] or fault.times < ALWAYS
+
+
+def test_disk_too_small_is_reported_before_a_byte_is_written(tmp_path: Path) -> None:
+    assert every_size(tmp_path, step=400)
+
+
+@pytest.mark.parametrize("change", ["cut", "touched", "replaced"])
+def test_source_that_changes_while_it_is_read_is_refused(job: Job, change: str) -> None:
+    (source,) = job.source.glob("*/*rank_1_*optim*")
+    with watched(Calls()) as before:
+        job.made()
+
+    def act(name: str, _number: int) -> None:
+        if name != "preadv" or calls.counts[name] != before.counts[name] - 12:
+            return
+        if change == "cut":
+            os.truncate(source, source.stat().st_size // 3)
+        elif change == "touched":
+            os.utime(source)
+        else:
+            source.with_name("new").write_bytes(bytes(source.stat().st_size))
+            source.with_name("new").rename(source)
+
+    calls = Calls(act)
+    with watched(calls), pytest.raises(DamagedCheckpointError, match=r"changed|too early|bytes"):
+        job.run()
+    assert not job.left()
+
+
+def test_commands_ended_at_random_moments_leave_all_or_nothing(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path / "ckpt", 1e6)
+    export = Export(checkpoint, tmp_path / "out", shard_size="1MB")
+    found = killed_at_random(export, 3, seed=1)
+    assert sum(found[name] for name in ("whole", "resumed", "begun anew")) == 3
+
+
+def test_ignored_hangup_does_not_end_an_export(tmp_path: Path) -> None:
+    """As under nohup."""
+    script = (
+        "import os, signal, sys\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+        "from zexport.cli.main import main\n"
+        "def hang_up(*_, **__): os.kill(os.getpid(), signal.SIGHUP)\n"
+        "os.statvfs = lambda path, whole=os.statvfs: (hang_up(), whole(path))[1]\n"
+        "main()\n"
+    )
+    words = ("consolidate", FIXTURES / "z3_w2_bf16" / "ckpt", tmp_path / "out", "--quiet")
+    subprocess.run([sys.executable, "-c", script, *map(str, words)], check=True, timeout=60)
+    assert (tmp_path / "out").is_dir()

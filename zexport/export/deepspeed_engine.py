@@ -1,0 +1,215 @@
+"""``--engine deepspeed``: tensors as DeepSpeed's own converter rebuilds them.
+
+It unpickles freely and checks no checksums. So every file that it would load is first read inertly
+and must name no unknown global, and the same bytes are read again for their CRC-32.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+from msgspec import structs
+
+from zexport.checkpoint.state import Role, StoredTensor
+from zexport.errors import MissingExtraError, UnsafeError, UnsupportedError
+from zexport.export.plan import ExportPlan, TensorPlan
+from zexport.export.stream import ReadTensor
+from zexport.extras import to_install
+from zexport.formats.pickles import load
+from zexport.formats.torch_file import Container, read_torch_file
+from zexport.ranges.extents import ByteSource, Extent, Window
+from zexport.ranges.ledger import Ledger
+from zexport.ranges.mosaic import Mosaic
+from zexport.ranges.reader import SourceReader
+from zexport.storage.files import matching
+
+if TYPE_CHECKING:
+    import torch
+
+_PATTERNS = ("*_model_states.pt", "*_optim_states.pt")
+"""Files of a tag folder that are unpickled.
+
+Source: DeepSpeed 0.19.8, ``utils/zero_to_fp32.py`` (``get_model_state_files``,
+``get_optim_files``).
+"""
+
+_FAILURES = (
+    *(ArithmeticError, AssertionError, AttributeError, EOFError, ImportError, LookupError),
+    *(OSError, RuntimeError, TypeError, ValueError, pickle.UnpicklingError),
+)
+"""What the converter raises, on purpose or not, if it cannot rebuild a checkpoint."""
+
+_USE_NATIVE = "Export with --engine native, which does not need DeepSpeed"
+_EXACT_FLOATS = 2**24
+"""Integers below this magnitude are exact in fp32."""
+
+
+@contextmanager
+def _failures(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except _FAILURES as error:
+        raise UnsupportedError(
+            "cannot be rebuilt by DeepSpeed's converter",
+            path=path,
+            found=f"{type(error).__name__}: {error}",
+            hint=_USE_NATIVE,
+        ) from error
+
+
+def deepspeed_reader(plan: ExportPlan, sources: SourceReader) -> ReadTensor:
+    """Return a reader of tensors as ``zero_to_fp32`` rebuilds them, one in memory at a time.
+
+    Raises:
+        MissingExtraError: DeepSpeed is not installed.
+        UnsafeError: the converter would run unknown code.
+        UnsupportedError: it cannot rebuild this checkpoint.
+    """
+    assert plan.reference is not None  # noqa: S101 - only called for such plans
+    tag_dir = plan.reference.root / plan.reference.tag
+    if find_spec("torch") is None or find_spec("deepspeed") is None:
+        hint = f"{to_install('deepspeed')}, or use --engine native"
+        raise MissingExtraError("the engine `deepspeed` needs the package deepspeed", hint=hint)
+    _check_harmless(tag_dir)
+    state = _run_converter(plan.reference.root, plan.reference.tag)
+    wanted = {tensor.source: tensor for tensor in plan.reference.tensors}
+    held: dict[str, memoryview] = {}
+    lock = Lock()
+
+    def read(tensor: TensorPlan, start: int, buffer: memoryview, ledger: Ledger) -> None:
+        sources.read_into(tensor.source, start, buffer, ledger)  # for the CRC-32; then overwritten
+        named: dict[Path, StoredTensor] = {}
+        places = _by_name(tensor.source, wanted, named)
+        if places is None:  # not part of another tensor: DeepSpeed has it under its own name
+            name, source = Path(tensor.stored_name), tensor.source
+            places = Extent(name, 0, source.nbytes)
+            named[name] = StoredTensor(
+                tensor.stored_name, tensor.shape, tensor.stored_dtype, Role.TRAINABLE, source
+            )
+        filled = 0
+        with lock:
+            for extent in places.extents(start, start + buffer.nbytes):
+                stored = named[extent.path]
+                if stored.name not in held:
+                    held.clear()  # never hold two large tensors
+                    held[stored.name] = _rebuilt(state, stored, tag_dir).numpy().data
+                part = held[stored.name][extent.offset : extent.offset + extent.nbytes]
+                buffer[filled : filled + extent.nbytes] = part
+                filled += extent.nbytes
+
+    return read
+
+
+def _by_name(
+    source: ByteSource,
+    wanted: dict[ByteSource | None, StoredTensor],
+    named: dict[Path, StoredTensor],
+) -> ByteSource | None:
+    """Return a source as ranges of DeepSpeed's tensors, with names as paths; else ``None``."""
+    if (found := wanted.get(source)) is not None:
+        named[Path(found.name)] = found
+        return Extent(Path(found.name), 0, source.nbytes)
+    if isinstance(source, Window):
+        inner = _by_name(source.source, wanted, named)
+        return None if inner is None else Window(inner, source.start, source.nbytes)
+    if isinstance(source, Mosaic):
+        moved = [_by_name(tile.source, wanted, named) for tile in source.tiles]
+        pairs = zip(source.tiles, moved, strict=True)
+        tiles = [structs.replace(tile, source=inner) for tile, inner in pairs if inner is not None]
+        return replace(source, tiles=tuple(tiles)) if len(tiles) == len(moved) else None
+    return None
+
+
+def _rebuilt(state: dict[str, Any], stored: StoredTensor, tag_dir: Path) -> torch.Tensor:
+    """Return the bytes of a tensor, in its stored shape and dtype."""
+    import torch  # noqa: PLC0415 - takes seconds
+
+    def differs(what: str, found: object = None, expected: object = None) -> UnsupportedError:
+        problem = f"DeepSpeed's converter {what}"
+        return UnsupportedError(
+            problem, path=tag_dir, found=found, expected=expected, hint=_USE_NATIVE
+        )
+
+    name, dtype = stored.name, getattr(torch, stored.dtype.torch_name)
+    if name not in state:
+        raise differs(f"leaves out {name!r}")
+    with _failures(tag_dir):
+        value: torch.Tensor = state[name].contiguous()
+    if tuple(value.shape) != stored.shape:
+        raise differs(f"gives {name!r} another shape", tuple(value.shape), stored.shape)
+    if value.dtype is not dtype:
+        # It casts buffers to fp32, and nothing else (0.19: floating ones; before: all of them).
+        is_wide = dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 4)
+        is_large = not dtype.is_floating_point and not bool((value.abs() < _EXACT_FLOATS).all())
+        if value.dtype is not torch.float32 or is_wide or is_large:
+            raise differs(f"casts {name!r}, which may round it", value.dtype, dtype)
+        value, raised = value.to(dtype), value
+        if not torch.equal(_flat_bytes(value.to(raised.dtype)), _flat_bytes(raised)):
+            raise differs(f"has values of {name!r} that do not fit its dtype", raised.dtype, dtype)
+    return _flat_bytes(value)
+
+
+def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor; unlike values, NaNs compare equal."""
+    import torch  # noqa: PLC0415 - takes seconds
+
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _check_harmless(tag_dir: Path) -> None:
+    """Raise if a file names an unknown global, as our reader or torch's finds it.
+
+    Two readers can be made to disagree about where a zip directory is, and torch's is the one that
+    unpickles.
+    """
+    import torch  # noqa: PLC0415 - takes seconds
+
+    if any(character in str(tag_dir) for character in "*?["):
+        problem = "has a character in its path that DeepSpeed's converter reads as a pattern"
+        raise UnsupportedError(problem, path=tag_dir, hint=f"Rename the folder. {_USE_NATIVE}")
+    for path in (path for pattern in _PATTERNS for path in matching(tag_dir, pattern)):
+        if path.name.startswith("."):
+            continue
+        file = read_torch_file(path)
+        if file.container is not Container.ZIP:  # torch.load would also try a tar archive
+            problem = "is a legacy torch file, which DeepSpeed's converter does not read"
+            raise UnsupportedError(problem, path=path, hint=_USE_NATIVE)
+        with _failures(path):
+            archive = torch.PyTorchFileReader(str(path))
+            is_script = "constants.pkl" in archive.get_all_records()  # goes to torch.jit.load
+            data = archive.get_record("data.pkl")
+        unknown = {*file.unknown_globals, *load(data, path=path).unknown_globals}
+        if unknown or is_script:
+            raise UnsafeError(
+                "names code that DeepSpeed's converter would run",
+                path=path,
+                found=", ".join(map(str, sorted(unknown))) or "torch.jit.load",
+                expected="globals of torch and DeepSpeed that only hold data",
+                hint="Export with --engine native, which runs none of it",
+            )
+
+
+def _run_converter(root: Path, tag: str) -> dict[str, Any]:
+    """Return DeepSpeed's lazy state dict."""
+    import torch  # noqa: PLC0415 - takes seconds
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it looks for compilers and devices
+    with redirect_stdout(sys.stderr):  # DeepSpeed's logger keeps the stream of this moment
+        from deepspeed.utils import zero_to_fp32  # noqa: PLC0415 - optional
+
+    convert = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint
+    printed = io.StringIO()
+    with _failures(root / tag), redirect_stdout(printed), redirect_stderr(printed):
+        found: dict[str, Any] = convert(str(root), tag=tag, lazy_mode=True)
+        return found

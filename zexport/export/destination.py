@@ -1,0 +1,324 @@
+"""Where a job writes: a folder that is renamed when complete, or a bucket folder in place.
+
+In a bucket, the output exists once its manifest does; the manifest is written last, and only if
+there is none.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from pathlib import Path
+
+import msgspec
+from blake3 import blake3
+
+from zexport.errors import OutputError
+from zexport.export.journal import finished_files, receipt_name
+from zexport.export.plan_file import FileSize
+from zexport.filenames import MANIFEST_NAME, RECEIPTS
+from zexport.printable import some
+from zexport.storage.contents import read_whole
+from zexport.storage.files import (
+    check_space,
+    children,
+    exists,
+    is_file,
+    is_folder,
+    is_link,
+    is_local,
+    listed_version,
+    make_folder,
+    names_below,
+    note_of,
+    open_output,
+    remove,
+    remove_all,
+    sync_path,
+    version,
+    write_durably,
+)
+from zexport.storage.local import rename, rename_durably, set_times
+from zexport.storage.locks import locked, locked_file, parents, with_suffix, workplaces
+from zexport.storage.os_errors import writing
+
+_OLDER = "older"
+"""In the journal of a bucket folder: the names of the export that is being replaced."""
+
+
+class Destination(ABC):
+    """Where one job writes.
+
+    Attributes:
+        target: the output folder.
+        folder: where files are written.
+        journal: the folder of receipts, with the sealed plan.
+        plan_path: the sealed plan.
+        is_renamed: whether ``folder`` becomes ``target`` by a rename.
+    """
+
+    is_renamed = False
+
+    def __init__(self, target: Path, folder: Path) -> None:
+        self.target = target
+        self.folder = folder
+        self.journal = folder / RECEIPTS
+        self.plan_path = self.journal / "plan"
+
+    def alone(self, seconds: float) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Keep other processes from beginning or finishing this job, if there are locks."""
+        return nullcontext()
+
+    def part(self, name: str) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Keep other processes from writing the same part, if there are locks."""
+        return nullcontext()
+
+    def parts_running(self) -> tuple[str, ...]:
+        """Return the parts that processes are writing, if there are locks."""
+        return ()
+
+    @abstractmethod
+    def resume(self, own: Set[str]) -> None:
+        """Remove all but the job's files, whose names are ``own``, and its journal."""
+
+    def reserve(self, files: Sequence[FileSize], more_nbytes: int) -> None:  # noqa: B027 - not in a bucket
+        """Allocate all space, so that a full disk shows before a byte is read."""
+
+    @abstractmethod
+    def clear(self, own: Set[str]) -> None:
+        """Remove what this or another job left."""
+
+    @abstractmethod
+    def write_manifest(self, content: bytes, shards: Set[str]) -> None:
+        """Write the manifest, with what ``unedited_files`` needs to know."""
+
+    @abstractmethod
+    def publish(self, *, overwrite: bool, warn: Callable[[str], None]) -> None:
+        """Make the output appear, after its manifest."""
+
+
+def destination(target: Path) -> Destination:
+    """Return the destination for an output folder without links."""
+    return LocalFolder(target) if is_local(target) else Bucket(target)
+
+
+def unedited_files(out_dir: Path, names: Set[str]) -> Set[str]:
+    """Return those of an export's files that nobody wrote since it was published.
+
+    A local file has the modification time of the manifest. In a bucket, all files have the versions
+    recorded with the manifest, or none counts.
+    """
+    manifest = out_dir / MANIFEST_NAME
+    if not is_local(out_dir):
+        return names if note_of(manifest) == _versions(out_dir, names) else set()
+    published, there = version(manifest).mtime_ns, {name: out_dir / name for name in names}
+    return {n for n, path in there.items() if exists(path) and version(path).mtime_ns == published}
+
+
+def _versions(folder: Path, names: Iterable[str]) -> str:
+    return blake3(
+        repr([(name, listed_version(folder / name)) for name in sorted(names)]).encode()
+    ).hexdigest()
+
+
+def _clear_except(folder: Path, kept: Set[str], *, keep_journal: bool = True) -> None:
+    """Remove all below a folder except these files and locks; then folders that are empty.
+
+    The journal goes last: it marks the rest as an export's. If kept, other parts may write to it
+    meanwhile.
+    """
+    gone = [name for name in names_below(folder) if name not in kept and not name.endswith(".lock")]
+    remove_all(folder / name for name in gone if not _is_in_journal(name))
+    if not keep_journal:
+        remove_all(folder / name for name in gone if _is_in_journal(name))
+    if is_local(folder):
+        for path in sorted(folder.rglob("*"), reverse=True):
+            if is_folder(path) and not children(path):
+                remove(path)
+
+
+def _is_in_journal(name: str) -> bool:
+    return name.startswith(f"{RECEIPTS}/")
+
+
+def keep_finished(folder: Path) -> None:
+    """Remove everything from a folder except finished files and their receipts."""
+    finished = finished_files(folder)
+    receipts = {f"{RECEIPTS}/{receipt_name(name)}" for name in finished}
+    _clear_except(folder, {*finished, *receipts}, keep_journal=False)
+
+
+class LocalFolder(Destination):
+    """A folder filled as ``OUT.partial`` under a lock, and renamed to OUT when complete."""
+
+    is_renamed = True
+
+    def __init__(self, target: Path) -> None:
+        partial, self._replaced = workplaces(target)
+        super().__init__(target, partial)
+        self._aside = with_suffix(partial, ".journal")
+
+    @contextmanager
+    def alone(self, seconds: float) -> Iterator[None]:
+        """Hold the lock next to the target; undo what a killed process left half done."""
+        with parents(self.target.parent), locked(self.target, seconds=seconds):
+            with writing(self.target):
+                if exists(self._replaced) and not exists(self.target):
+                    rename(self._replaced, self.target)
+                if exists(self._aside) and exists(self.folder):
+                    rename(self._aside, self.journal)
+                elif exists(self._aside):
+                    remove(self._aside)
+            yield
+
+    def part(self, name: str) -> AbstractContextManager[None]:
+        path = self.journal / f"{name.replace('/', '-of-')}.lock"
+        held = f"another process writes part {name} of this folder"
+        return locked_file(path, self.target, held, seconds=2.0)
+
+    def parts_running(self) -> tuple[str, ...]:
+        found = []
+        for path in sorted(self.journal.glob("*.lock")):
+            try:
+                with locked_file(path, self.target, "held", seconds=0):
+                    pass  # removes the file of a dead process
+            except OutputError:
+                found.append(path.stem.replace("-of-", "/"))
+        return tuple(found)
+
+    def resume(self, own: Set[str]) -> None:
+        with writing(self.folder):
+            _clear_except(self.folder, own)
+
+    def clear(self, own: Set[str]) -> None:  # noqa: ARG002
+        with writing(self.folder):
+            make_folder(self.folder)
+            _clear_except(self.folder, set(), keep_journal=False)
+            make_folder(self.journal)
+
+    def reserve(self, files: Sequence[FileSize], more_nbytes: int) -> None:
+        for path in (self.folder / file.filename for file in files):
+            if is_link(path):  # never write through one
+                remove(path)
+        missing = [file for file in files if not exists(self.folder / file.filename)]
+        check_space(self.folder, sum(file.nbytes for file in missing) + more_nbytes)
+        for file in missing:
+            with open_output(self.folder / file.filename, is_new=True) as output:
+                output.reserve(file.nbytes)
+        with writing(self.folder):
+            sync_path(self.folder)
+
+    def write_manifest(self, content: bytes, shards: Set[str]) -> None:  # noqa: ARG002
+        with writing(self.folder):
+            write_durably(self.folder / MANIFEST_NAME, content)
+
+    def publish(self, *, overwrite: bool, warn: Callable[[str], None]) -> None:
+        """Rename the folder to its target, or undo everything.
+
+        The journal is moved away first and removed last, so that after a kill the next process
+        finds it again. All files get the same time, for ``unedited_files``.
+        """
+        with writing(self.target):
+            rename(self.journal, self._aside)
+            try:
+                written = [*sorted(self.folder.rglob("*"), reverse=True), self.folder]
+                set_times(written, time.time_ns())
+                for path in written:
+                    sync_path(path)
+                if overwrite and exists(self.target):
+                    self._discard(warn)
+                    rename(self.target, self._replaced)
+                rename_durably(self.folder, self.target)
+            except BaseException:  # Ctrl-C too
+                if exists(self._replaced) and not exists(self.target):
+                    rename(self._replaced, self.target)
+                rename(self._aside, self.journal)
+                raise
+            with suppress(OSError):
+                remove(self._aside)
+            self._discard(warn)
+
+    def _discard(self, warn: Callable[[str], None]) -> None:
+        """Remove the replaced folder, or warn."""
+        try:
+            if exists(self._replaced):
+                remove(self._replaced)
+        except OSError as cause:
+            warn(f"{self._replaced}: cannot be removed ({cause.strerror}). Remove it yourself")
+
+
+class Bucket(Destination):
+    """A folder in object storage, without locks and renames.
+
+    Several processes may write: plan and manifest only if there is none, files with equal bytes.
+    """
+
+    def __init__(self, target: Path) -> None:
+        super().__init__(target, target)
+
+    def clear(self, own: Set[str]) -> None:
+        """Remove an older export, manifest first, after recording its names.
+
+        So no mixture of two exports looks complete, and a rerun knows what is left of the older.
+        """
+        with writing(self.target):
+            if is_file(manifest := self.target / MANIFEST_NAME):
+                content = msgspec.json.encode(sorted(names_below(self.target)))
+                write_durably(self.journal / _OLDER, content)
+                remove(manifest)
+        self._clear_except(own, kept=set(), keep_journal=False)
+
+    def resume(self, own: Set[str]) -> None:
+        self._clear_except(own, kept={*finished_files(self.target)}, keep_journal=True)
+
+    def _clear_except(self, own: Set[str], kept: Set[str], *, keep_journal: bool) -> None:
+        """Remove files of this job or the older export; refuse others."""
+        with writing(self.target):
+            there = names_below(self.target)
+            known = {*own, *finished_files(self.target)}
+            if f"{RECEIPTS}/{_OLDER}" in there:
+                known.update(msgspec.json.decode(read_whole(self.journal / _OLDER)))
+            in_journal = {*filter(_is_in_journal, there)}
+            foreign = there - known - in_journal
+            if in_journal and foreign:
+                raise OutputError(
+                    "contains an unfinished export and other files, which would be removed",
+                    path=self.target,
+                    found=some(sorted(foreign)),
+                    expected="only files of the export",
+                    hint="Move them elsewhere, or choose another name for the output",
+                )
+            _clear_except(self.target, kept, keep_journal=keep_journal)
+
+    def write_manifest(self, content: bytes, shards: Set[str]) -> None:
+        path = self.target / MANIFEST_NAME
+        with writing(path):
+            write_durably(path, content, is_new=True, note=_versions(self.target, shards))
+
+    def publish(self, *, overwrite: bool, warn: Callable[[str], None]) -> None:  # noqa: ARG002
+        """Remove the journal; the output is complete, so a failure is only a warning."""
+        try:
+            remove(self.journal)
+        except OSError as cause:
+            warn(f"{self.journal}: not needed, but cannot be removed ({cause.strerror})")
+
+
+def abandon(folder: Path, error: BaseException) -> None:
+    """Keep finished files if a rerun may succeed, else remove the unfinished folder.
+
+    It may if the user or the system stopped the export, not if what was read or written is wrong.
+    """
+    is_interrupt = not isinstance(error, Exception) or isinstance(error, MemoryError)
+    may_pass = is_interrupt or isinstance(error.__cause__, OSError)
+    with suppress(OSError):
+        if not is_local(folder) and is_file(folder / MANIFEST_NAME):
+            return  # another process published it
+        finished = finished_files(folder) if may_pass else ()
+        if finished:
+            _clear_except(folder, {*finished})
+            shards = f"{len(finished)} finished shard{'s' * (len(finished) > 1)}"
+            error.add_note(f"Kept {shards} in {folder}. Run the same command to continue.")
+        elif exists(folder):
+            remove(folder)

@@ -1,0 +1,411 @@
+"""Begin, write and finish an export: one job for one process, parts, and Ray.
+
+One process does all three. With ``--part``, the first process begins and the last one finishes;
+with Ray, the driver does both. They share only the unfinished folder with its sealed plan and
+receipts, so a process that died is simply started again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from blake3 import blake3
+from msgspec import Struct, structs
+
+from zexport import __version__
+from zexport.errors import DamagedCheckpointError, OutputError, UnsafeError
+from zexport.export.destination import Destination, abandon, destination
+from zexport.export.journal import Journal, Receipt
+from zexport.export.lost_updates import compare_roundings
+from zexport.export.manifest import (
+    FileEntry,
+    Manifest,
+    TensorEntry,
+    check_inside,
+    source_entries,
+)
+from zexport.export.overwrite import check_content, check_place, is_complete, real_path
+from zexport.export.plan import ExportPlan, TensorPlan
+from zexport.export.plan_file import FileSize, Request, SealedPlan, unseal
+from zexport.export.progress import Meter, Progress
+from zexport.export.proof import WeightReader
+from zexport.export.report import ExportReport, PartReport
+from zexport.export.stream import ReadTensor, read_plainly
+from zexport.export.summary import side_nbytes
+from zexport.export.write import (
+    READBACK_THREADS,
+    VerifyMode,
+    check_small,
+    check_unchanged,
+    still_holds,
+    write_files,
+    write_small,
+)
+from zexport.filenames import MANIFEST_NAME
+from zexport.findings import Finding, FindingKind
+from zexport.options import Share
+from zexport.printable import shown, some
+from zexport.ranges.casts import Statistics
+from zexport.ranges.dtypes import DType
+from zexport.storage.contents import read_whole
+from zexport.storage.files import is_file, is_folder, leaves, remove, write_durably
+from zexport.storage.os_errors import reading, writing
+
+OnProgress = Callable[[Progress], None]
+Reader = Callable[[WeightReader], ReadTensor]
+
+_NOTES_NBYTES, _NOTES_RATIO = 128 << 10, 8
+"""Plan, receipts and manifest take less than the first, and so many times the unpacked plan."""
+
+TURN_SECONDS, ALONE_SECONDS = 3600.0, 0.1
+"""How long one of several parts waits for another to begin or finish; and one process alone."""
+
+_OVERFLOW = {
+    DType.F32: FindingKind.FP32_OVERFLOW,
+    DType.F16: FindingKind.FP16_OVERFLOW,
+    DType.BF16: FindingKind.BF16_OVERFLOW,
+}
+_UNDERFLOW_SHARE = 100
+"""One in so many elements may underflow in fp16: of normal weights one in a million does, and of an
+embedding its rarely used rows."""
+
+
+WHOLE = Share()
+
+
+class Job(Struct, frozen=True):
+    """A sealed plan and where it is carried out."""
+
+    sealed: SealedPlan
+    place: Destination
+    journal: Journal
+    verify: VerifyMode
+    meter: Meter
+
+    @classmethod
+    def of(cls, sealed: SealedPlan, verify: VerifyMode, progress: OnProgress | None) -> Job:
+        """Return the job of a plan.
+
+        Raises:
+            UnsafeError: the plan names a file outside the output folder.
+            OutputError: the output would contain its sources or the working directory.
+        """
+        plan = sealed.plan
+        for name in sealed.filenames:
+            _check_name(name, plan.out_dir)
+        place = destination(real_path(plan.out_dir))
+        sources = [one.path for one in plan.sources]
+        sources += [side.origin for side in plan.side_files if side.origin is not None]
+        for folder in {place.target, place.folder}:
+            check_place(folder, sources)
+        journal = Journal(place.folder, sealed.digest, (one.path for one in plan.sources))
+        meter = Meter(progress, reads_again=verify is not VerifyMode.NONE)
+        return cls(sealed, place, journal, verify, meter)
+
+    @property
+    def plan(self) -> ExportPlan:
+        return self.sealed.plan
+
+    def missing(self) -> list[FileSize]:
+        """Return the files without a receipt."""
+        return [one for one in self.sealed.sizes if self.journal.find(one.filename) is None]
+
+    def parts_missing(self, count: int) -> tuple[int, ...]:
+        """Return the numbers of the parts, of ``count``, that are not written."""
+        sizes, missing = self.sealed.sizes, {*self.missing()}
+        every = [one.data_nbytes for one in sizes]
+        found = {
+            number
+            for number in range(1, count + 1)
+            if not missing.isdisjoint(sizes[one] for one in Share(number, count).select(every))
+        }
+        return tuple(sorted(found | ({1} if self.journal.compared() is None else set())))
+
+
+def _check_name(name: str, out_dir: Path) -> None:
+    try:
+        check_inside(name)
+    except ValueError as cause:
+        raise UnsafeError(
+            "a planned file would be written outside the output folder",
+            path=out_dir,
+            found=name,
+            expected="names of files in it",
+            hint="Do not trust this checkpoint: its names were made to escape",
+        ) from cause
+
+
+def load(out_dir: Path, request: Request | None = None) -> SealedPlan | None:
+    """Return the sealed plan in an unfinished folder; ``None`` if there is none.
+
+    ``request`` is that of this process: equal choices, possibly other paths.
+
+    Raises:
+        OutputError: the plan is damaged, of another zexport, or of another request.
+    """
+    path = destination(real_path(out_dir)).plan_path
+    with reading(path, OutputError):
+        try:
+            content = read_whole(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+    sealed = unseal(content, path, out_dir, request)
+    if request is None or request.choices == sealed.request.choices:
+        return sealed
+    if not sealed.request.choices:  # of one process, which was interrupted
+        return None
+    raise _other_plan(out_dir, sealed.request, request)
+
+
+def _other_plan(out_dir: Path, begun: Request, own: Request) -> OutputError:
+    differ = [n for n, one in own.choices.items() if begun.choices.get(n) != one]
+    return OutputError(
+        "was begun for another plan",
+        path=out_dir,
+        found=some([f"{n} {shown(begun.choices.get(n))}" for n in differ]) or "the same options",
+        expected=some([f"{n} {shown(own.choices[n])}" for n in differ])
+        or "also the same files and the same transformers",
+        hint="Run the same command on the same checkpoint; or stop all parts and "
+        "remove the folder to start over",
+    )
+
+
+def begin(job: Job, share: Share = WHOLE) -> bool:
+    """Prepare the folder so that writing cannot fail for lack of space or permission.
+
+    Call it with ``place.alone``. It continues an interrupted job of the same plan. Return whether
+    there is anything to do: for a part, the output may be complete.
+
+    Raises:
+        OutputError: something is in the way, there is no space, or another plan is being written.
+    """
+    plan, place, is_shared = job.plan, job.place, share.count > 1
+    found = _begun(place, plan.out_dir)
+    continues = found is not None and found.digest == job.sealed.digest
+    if not (continues and is_shared) and (running := place.parts_running()):
+        raise OutputError(
+            "another export is writing this folder",
+            path=place.target,
+            found=f"parts {some([*running])}",
+            hint="Wait for them, or choose another name",
+        )
+    if found is not None and not continues and is_shared:
+        raise _other_plan(plan.out_dir, found.request, job.sealed.request)
+    if is_shared and not plan.overwrite and is_complete(plan, place.target):
+        return False
+    if place.is_renamed or not (found or any(leaves(place.journal))):
+        may_replace = plan.overwrite and (place.is_renamed or not is_shared)
+        check_content(place.target, overwrite=may_replace, is_checkpoint=plan.form.is_checkpoint)
+    for source in plan.sources:
+        check_unchanged(source.path, source.version, error=DamagedCheckpointError)
+    for side in plan.side_files:
+        if side.origin is not None and side.version is not None:
+            check_unchanged(side.origin, side.version)
+    if continues:
+        place.resume(job.sealed.filenames)
+    else:
+        place.clear(job.sealed.filenames | (set() if found is None else found.filenames))
+    try:
+        _prepare(job)
+    except BaseException as error:  # a full disk, Ctrl-C
+        if place.is_renamed and not continues:
+            abandon(place.folder, error)
+        raise
+    return True
+
+
+def _begun(place: Destination, out_dir: Path) -> SealedPlan | None:
+    """Return the plan of an unfinished folder; ``None`` if complete, or unreadable and unused."""
+    if not place.is_renamed and is_file(place.target / MANIFEST_NAME):
+        if is_folder(place.journal):
+            remove(place.journal)
+        return None
+    try:
+        return load(out_dir)
+    except (OutputError, UnsafeError):
+        if place.parts_running() or not place.is_renamed:
+            raise
+        return None
+
+
+def _prepare(job: Job) -> None:
+    """Allocate space, and write the sealed plan."""
+    plan, place, content = job.plan, job.place, job.sealed.content
+    notes = _NOTES_NBYTES + _NOTES_RATIO * job.sealed.nbytes
+    place.reserve(job.sealed.sizes, sum(side_nbytes(plan).values()) + notes)
+    with writing(place.plan_path):
+        try:
+            write_durably(place.plan_path, content, is_new=not place.is_renamed)
+        except FileExistsError:  # in a bucket, another part began at this moment
+            other = load(plan.out_dir)
+            if other is None or other.digest != job.sealed.digest:
+                raise
+
+
+def write(job: Job, share: Share = WHOLE, reader: Reader = read_plainly) -> PartReport:
+    """Write a part: each of its files is on the disk, read back, and has a receipt.
+
+    Part 1 also compares replicas.
+
+    Raises:
+        OutputError: another process writes this part, or the system refuses to write.
+        CheckpointError: a source is damaged, or changed.
+    """
+    began = time.monotonic()
+    plan, journal = job.plan, job.journal
+    findings: tuple[Finding, ...] = ()
+    with job.place.part(str(share)), WeightReader.of_plan(plan) as sources:
+        own = share.select([one.data_nbytes for one in job.sealed.sizes])
+        rest = find_unwritten(job.sealed, own, job.place.folder, journal, job.meter)
+        files = (plan.shards[number] for number in rest)  # each is decoded when its turn comes
+        if share.number == 1 and journal.compared() is None:
+            findings = _compare(plan, sources)
+            journal.add_compared(findings, sources.compared)
+        read = reader(sources)
+        write_files(plan, files, job.place.folder, journal, sources, job.verify, job.meter, read)
+        sources.check_unchanged()
+        return PartReport(
+            out_dir=plan.out_dir,
+            part=share.number,
+            parts=share.count,
+            missing=(),
+            origin=plan.origin,
+            nbytes_read=sources.nbytes_read,
+            nbytes_written=sum(job.sealed.sizes[number].data_nbytes for number in rest),
+            seconds=time.monotonic() - began,
+            findings=findings,
+            warnings=plan.warnings,
+        )
+
+
+def _compare(plan: ExportPlan, sources: WeightReader) -> tuple[Finding, ...]:
+    roundings = compare_roundings(plan, sources)
+    if not (found := sources.compare()):
+        return roundings
+    names = {tensor.stored_name: tensor.name for file in plan.shards for tensor in file.tensors}
+    renamed = (structs.replace(one, tensor=names.get(one.tensor, one.tensor)) for one in found)
+    return (*renamed, *roundings)
+
+
+def find_unwritten(
+    sealed: SealedPlan, numbers: Sequence[int], folder: Path, journal: Journal, meter: Meter
+) -> list[int]:
+    """Return the numbers of files without a receipt, or with other content than it says."""
+    sizes = [sealed.sizes[number] for number in numbers]
+    receipts = [journal.find(one.filename) for one in sizes]
+    meter.expect((), left=[one for one, receipt in zip(sizes, receipts, strict=True) if receipt])
+    rest = []
+    with ThreadPoolExecutor(READBACK_THREADS) as readers:
+        for number, size, receipt in zip(numbers, sizes, receipts, strict=True):
+            path, file = folder / size.filename, sealed.plan.shards[number]
+            if receipt and still_holds(path, file, receipt, readers, meter.compared):
+                meter.resumed(size.data_nbytes)
+            else:
+                rest.append(number)
+    meter.expect([sealed.sizes[number] for number in rest])
+    return rest
+
+
+def finish(job: Job, began: float) -> ExportReport:
+    """Publish the output, whoever wrote its files. Call it with ``place.alone``.
+
+    Every file has a receipt and is unchanged, every record that was read has the right checksum,
+    and the small files are read back.
+
+    Raises:
+        OutputError: a file is missing or was changed.
+        CheckpointError: a source is damaged.
+    """
+    plan, folder, journal, place = job.plan, job.place.folder, job.journal, job.place
+    compared = journal.compared()
+    receipts = _receipts(job)
+    if compared is None:
+        raise _lacks(job, {"the comparison of replicas, by part 1"})
+    files = write_small(plan.side_files, folder)
+    tensors: dict[str, TensorEntry] = {}
+    findings = [*plan.findings, *compared.findings]
+    with WeightReader.of_plan(plan) as sources:
+        sources.take_compared([journal.ranges(compared)])
+        for file, receipt in zip(plan.shards, receipts, strict=True):
+            sources.take(journal.ranges(receipt))
+            files[file.filename] = FileEntry(file.nbytes, receipt.digests.whole)
+            for number, tensor in enumerate(file.tensors):
+                digest = receipt.digests.hex(number)
+                entry = TensorEntry(tensor.dtype, tensor.shape, file.filename, digest)
+                tensors[tensor.name] = entry
+                if (seen := receipt.remarkable.get(tensor.name)) is not None:
+                    findings += _findings(tensor, seen, plan.allow)
+        digests = sources.finish()
+        nbytes_read = sources.nbytes_read
+    entries = source_entries(plan, digests)
+    manifest = Manifest(__version__, entries, tensors, {**files}, tuple(findings), plan.provenance)
+    for side in plan.side_files:
+        check_small(folder / side.filename, files[side.filename].blake3, job.verify)
+    if plan.overwrite and place.is_renamed:  # the old folder may have changed since the beginning
+        check_content(place.target, overwrite=True, is_checkpoint=plan.form.is_checkpoint)
+    content = b"".join(manifest.lines())
+    files[MANIFEST_NAME] = FileEntry(len(content), blake3(content).hexdigest())
+    place.write_manifest(content, {one.filename for one in job.sealed.sizes})
+    if place.is_renamed:  # in a bucket the output exists now: nothing may fail any more
+        check_small(folder / MANIFEST_NAME, files[MANIFEST_NAME].blake3, job.verify)
+    warnings = [*plan.warnings]
+    place.publish(overwrite=plan.overwrite, warn=warnings.append)
+    return ExportReport(
+        out_dir=plan.out_dir,
+        origin=plan.origin,
+        form=plan.form,
+        files=tuple(sorted(files)),
+        tensors=len(tensors),
+        nbytes_read=nbytes_read,
+        nbytes_written=sum(entry.nbytes for entry in files.values()),
+        seconds=time.monotonic() - began,
+        findings=tuple(findings),
+        warnings=tuple(warnings),
+        notes=plan.notes,
+        verified=job.verify,
+        left_out=plan.left_out,
+        base=plan.base,
+    )
+
+
+def _receipts(job: Job) -> list[Receipt]:
+    """Return the receipt of each file; read a file again that was touched since."""
+    receipts, missing = [], set()
+    with ThreadPoolExecutor(READBACK_THREADS) as readers:
+        for file in job.plan.shards:
+            receipt = job.journal.find(file.filename)
+            if receipt is not None and (
+                job.journal.is_unchanged(file.filename, receipt)
+                or still_holds(job.place.folder / file.filename, file, receipt, readers)
+            ):
+                receipts.append(receipt)
+            else:
+                missing.add(file.filename)
+    if missing:
+        raise _lacks(job, missing)
+    return receipts
+
+
+def _lacks(job: Job, names: Set[str]) -> OutputError:
+    return OutputError(
+        "lacks parts",
+        path=job.place.target,
+        found=f"missing or changed: {some(sorted(names), 8)}",
+        hint="Run the same command again, or all of its parts; finished files are reused",
+    )
+
+
+def _findings(tensor: TensorPlan, seen: Statistics, allow: Set[FindingKind]) -> Iterator[Finding]:
+    counts = {FindingKind.NAN: seen.nan, FindingKind.INF: seen.inf}
+    if seen.overflow:
+        counts[_OVERFLOW[tensor.dtype]] = seen.overflow
+    if seen.underflow * _UNDERFLOW_SHARE > tensor.numel:
+        counts[FindingKind.FP16_UNDERFLOW] = seen.underflow
+    if seen.all_zero:
+        counts[FindingKind.ALL_ZERO] = tensor.numel
+    for kind, count in counts.items():
+        if count:
+            yield Finding(kind, tensor.name, count, accepted=kind in allow)

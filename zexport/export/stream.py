@@ -1,0 +1,251 @@
+"""Produce files of tensors: read the sources, cast, write in place, digest.
+
+Chunks start in file order, and several are read, cast and written at a time. What needs order
+(digests, checksums, the bytes around tensors) is done by the calling thread as they complete.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from mmap import mmap
+from queue import SimpleQueue
+from typing import Protocol, TypeAlias
+
+from blake3 import blake3
+from isal import isal_zlib
+from msgspec import Struct
+
+from zexport.export.plan import ExportPlan, FilePlan, TensorPlan
+from zexport.ranges.ahead import announced
+from zexport.ranges.casts import Statistics, cast_into, statistics_of
+from zexport.ranges.digests import FileDigests
+from zexport.ranges.extents import ByteSource
+from zexport.ranges.ledger import Ledger
+from zexport.ranges.reader import SourceReader
+
+_ITEMSIZE_MAX = 8
+
+ReadTensor: TypeAlias = Callable[[TensorPlan, int, memoryview, Ledger], None]
+"""Fill a buffer with a tensor's stored bytes from an offset, and record what was read."""
+
+
+class Output(Protocol):
+    """Where a file's bytes go, from any thread."""
+
+    def write(self, data: bytes | memoryview, offset: int) -> None: ...
+
+
+class Piece(Struct, frozen=True):
+    """Elements ``first`` to ``last`` (exclusive) of a tensor."""
+
+    tensor: TensorPlan
+    first: int
+    last: int
+
+    @property
+    def nbytes(self) -> int:
+        return (self.last - self.first) * self.tensor.dtype.itemsize
+
+    @property
+    def offset(self) -> int:
+        """Return its first byte in the file."""
+        return self.tensor.offset + self.first * self.tensor.dtype.itemsize
+
+    @property
+    def window(self) -> tuple[ByteSource, int, int]:
+        """Return the bytes to read."""
+        size = self.tensor.stored_dtype.itemsize
+        return self.tensor.source, self.first * size, self.last * size
+
+
+class Chunk(Struct, frozen=True):
+    """Consecutive pieces of a file that fit in one buffer."""
+
+    file: FilePlan
+    pieces: tuple[Piece, ...]
+    is_last: bool
+
+    @property
+    def offset(self) -> int:
+        """Return its first byte in the file."""
+        return self.pieces[0].offset if self.pieces else 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.nbytes for piece in self.pieces)
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """Yield start and stop of its contiguous byte ranges in the file."""
+        start = stop = self.offset
+        for piece in self.pieces:
+            if piece.offset != stop:
+                yield start, stop
+                start = piece.offset
+            stop = piece.offset + piece.nbytes
+        if start < stop:
+            yield start, stop
+
+
+def chunks(file: FilePlan, chunk_nbytes: int) -> Iterator[Chunk]:
+    """Yield a file in full chunks, however small its tensors; at least one."""
+    limit = max(chunk_nbytes, _ITEMSIZE_MAX)
+    pieces: list[Piece] = []
+    used = 0
+    for tensor in file.tensors:
+        each, first = max(tensor.dtype.itemsize, tensor.stored_dtype.itemsize), 0
+        if pieces:
+            used += tensor.offset - (pieces[-1].offset + pieces[-1].nbytes)
+        while first < tensor.numel or first == 0:
+            count = max(min((limit - used) // each, tensor.numel - first), 0)
+            if count or not tensor.numel:
+                pieces.append(Piece(tensor, first, first + count))
+                used, first = used + count * each, first + count
+            if first == tensor.numel:
+                break
+            if pieces:
+                yield Chunk(file, tuple(pieces), is_last=False)
+            pieces, used = [], 0
+    yield Chunk(file, tuple(pieces), is_last=True)
+
+
+class StreamedFile:
+    """A file being written: its digests so far, and its frame, which is written in between."""
+
+    def __init__(self, file: FilePlan, output: Output, ledger: Ledger) -> None:
+        self.file = file
+        self.output = output
+        self.ledger = ledger
+        self.remarkable: dict[str, Statistics] = {}
+        self._digests = bytearray()
+        self._crc32s: list[int] = []
+        self._frame = file.frame.pieces(iter(self._crc32s))
+        self._frame_digest = blake3()
+        self._crc32 = 0
+        self._tensor, self._tensor_crc32, self._seen = blake3(), 0, Statistics()
+        self._write_frame()
+
+    def _write_frame(self) -> None:
+        """Write the bytes before the next tensor, or after the last."""
+        if (run := next(self._frame, None)) is not None:
+            offset, data = run
+            self.output.write(data, offset)
+            self._frame_digest.update(data)
+            self._crc32 = isal_zlib.crc32(data, self._crc32)
+
+    def take(self, piece: Piece, data: memoryview, seen: Statistics) -> None:
+        """Digest the next piece, which was written."""
+        if piece.first == 0:
+            self._tensor, self._tensor_crc32, self._seen = blake3(), 0, seen
+        else:
+            self._seen += seen
+        self._tensor.update(data)
+        self._tensor_crc32 = isal_zlib.crc32(data, self._tensor_crc32)
+        if piece.last == piece.tensor.numel:
+            self._digests += self._tensor.digest()
+            self._crc32s.append(self._tensor_crc32)
+            nbytes = piece.tensor.nbytes
+            self._crc32 = isal_zlib.crc32_combine(self._crc32, self._tensor_crc32, nbytes)
+            if self._seen.is_remarkable:
+                self.remarkable[piece.tensor.name] = self._seen
+            self._write_frame()
+
+    def digests(self) -> FileDigests:
+        tensors = bytes(self._digests)
+        whole = self._frame_digest.copy().update(tensors).hexdigest()
+        return FileDigests(tensors, whole, self._crc32)
+
+
+def read_plainly(sources: SourceReader) -> ReadTensor:
+    """Return a reader of tensors as the plan locates them."""
+
+    def read(tensor: TensorPlan, start: int, buffer: memoryview, ledger: Ledger) -> None:
+        sources.read_into(tensor.source, start, buffer, ledger)
+
+    return read
+
+
+def stream(
+    plan: ExportPlan,
+    files: Iterable[FilePlan],
+    sources: SourceReader,
+    opened: Callable[[FilePlan], Output],
+    on_chunk: Callable[[StreamedFile, int], None],
+    read: ReadTensor,
+) -> Generator[StreamedFile, None, None]:
+    """Yield each file, in order, once all its bytes are written to its output.
+
+    Args:
+        plan: number of threads and bytes per chunk.
+        files: the files of the plan to write.
+        sources: where they are read from.
+        opened: opens the output of a file.
+        on_chunk: called after each chunk with its file and nbytes.
+        read: reads a tensor's bytes.
+    """
+    every: Iterable[Chunk] = (c for file in files for c in chunks(file, plan.chunk_nbytes))
+    if sources.are_far:
+        windows = lambda chunk: (piece.window for piece in chunk.pieces)  # noqa: E731
+        every = announced(every, lambda chunk: chunk.nbytes, windows, sources.expect)
+    room = max(plan.chunk_nbytes, _ITEMSIZE_MAX)
+    free = [memoryview(mmap(-1, room)) for _ in range(2 * plan.jobs + 1)]
+    scratch: SimpleQueue[memoryview] = SimpleQueue()
+    for _ in range(plan.jobs):
+        scratch.put(memoryview(mmap(-1, room)))
+    moving: deque[tuple[StreamedFile, Chunk, memoryview, Future[list[Statistics]]]] = deque()
+
+    def move(one: StreamedFile, chunk: Chunk, buffer: memoryview) -> list[Statistics]:
+        stored = scratch.get()
+        try:
+            seen = [_convert(p, chunk, stored, buffer, read, one.ledger) for p in chunk.pieces]
+        finally:
+            scratch.put(stored)
+        for start, stop in chunk.runs():
+            one.output.write(buffer[start - chunk.offset : stop - chunk.offset], start)
+        return seen
+
+    def land() -> StreamedFile | None:
+        one, chunk, buffer, future = moving.popleft()
+        for piece, seen in zip(chunk.pieces, future.result(), strict=True):
+            at = piece.offset - chunk.offset
+            one.take(piece, buffer[at : at + piece.nbytes], seen)
+        free.append(buffer)
+        on_chunk(one, chunk.nbytes)
+        return one if chunk.is_last else None
+
+    workers = ThreadPoolExecutor(plan.jobs)
+    try:
+        current: StreamedFile | None = None
+        for chunk in every:
+            if not free and (ended := land()) is not None:
+                yield ended
+            if current is None:
+                current = StreamedFile(chunk.file, opened(chunk.file), sources.new_ledger())
+            buffer = free.pop()
+            moving.append((current, chunk, buffer, workers.submit(move, current, chunk, buffer)))
+            current = None if chunk.is_last else current
+        while moving:
+            if (ended := land()) is not None:
+                yield ended
+    finally:
+        workers.shutdown(cancel_futures=True)
+
+
+def _convert(
+    piece: Piece,
+    chunk: Chunk,
+    scratch: memoryview,
+    buffer: memoryview,
+    read: ReadTensor,
+    ledger: Ledger,
+) -> Statistics:
+    """Put a piece, cast, into the chunk's buffer; return statistics of its values."""
+    tensor, at = piece.tensor, piece.offset - chunk.offset
+    out = buffer[at : at + piece.nbytes]
+    size = tensor.stored_dtype.itemsize
+    is_cast = tensor.dtype is not tensor.stored_dtype
+    stored = scratch[: (piece.last - piece.first) * size] if is_cast else out
+    read(tensor, piece.first * size, stored, ledger)
+    cast_into(stored, tensor.stored_dtype, tensor.dtype, out)
+    return statistics_of(stored, tensor.stored_dtype, tensor.dtype, out)

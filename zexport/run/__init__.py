@@ -1,1 +1,0 @@
-"""Running a plan: written, read back, published, and verified at any later time."""

@@ -1,0 +1,211 @@
+"""Look at, read, write and remove files by path, in the storage that the path names.
+
+A folder of a bucket is a common prefix of object names.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from zexport.errors import OutputError
+from zexport.storage.local import LOCAL
+from zexport.storage.location import Address, place
+from zexport.storage.os_errors import HINTS, writing
+from zexport.storage.storage import InputFile, Kind, OutputFile, Storage, Version
+
+
+def storage_of(path: Path) -> Storage[Any]:
+    if not isinstance(path, Address):
+        return LOCAL
+    from zexport.storage.bucket import BUCKETS  # noqa: PLC0415 - imports obstore
+
+    return BUCKETS
+
+
+def is_local(path: Path) -> bool:
+    """Whether a path is on this machine's file systems."""
+    return not isinstance(path, Address)
+
+
+def _kind(path: Path) -> Kind | None:
+    found = storage_of(path).stat(path)
+    return None if found is None else found.kind
+
+
+def is_file(path: Path) -> bool:
+    """Whether it is a regular file or an object."""
+    return _kind(path) is Kind.FILE
+
+
+def is_folder(path: Path) -> bool:
+    """Whether it is a folder; in a bucket, whether there are objects below it."""
+    return _kind(path) is Kind.FOLDER
+
+
+def exists(path: Path) -> bool:
+    """Whether it names anything, links followed."""
+    return _kind(path) is not None
+
+
+def is_link(path: Path) -> bool:
+    return is_local(path) and path.is_symlink()
+
+
+def children(folder: Path) -> list[Path]:
+    """Return the paths in a folder, sorted."""
+    return sorted(folder / entry.name for entry in storage_of(folder).entries(folder))
+
+
+def child_folders(folder: Path) -> Iterator[tuple[Path, bool]]:
+    """Yield the folders and links in a folder, unsorted, each with whether it is a link."""
+    for entry in storage_of(folder).entries(folder):
+        if entry.is_link or entry.kind is Kind.FOLDER:
+            yield folder / entry.name, entry.is_link
+
+
+def matching(folder: Path, pattern: str) -> list[Path]:
+    """Return the paths in a folder that match a pattern, sorted; none if there is no folder."""
+    first, _, rest = pattern.partition("/")
+    there = children(folder) if is_folder(folder) else []
+    found = [path for path in there if fnmatchcase(path.name, first)]
+    return [p for one in found for p in matching(one, rest)] if rest else found
+
+
+def subfolders(folder: Path) -> Iterator[tuple[Path, bool]]:
+    """Yield a folder and all below it, each with whether it has content; links are not followed."""
+    found = storage_of(folder).entries(folder)
+    yield folder, bool(found)
+    for name in sorted(e.name for e in found if e.kind is Kind.FOLDER and not e.is_link):
+        yield from subfolders(folder / name)
+
+
+def leaves(folder: Path) -> Iterator[Path]:
+    """Yield everything below a folder except folders with content; links are not followed.
+
+    Some stores list folders of a versioned bucket in which everything is deleted: skipped.
+    """
+    storage = storage_of(folder)
+    for entry in sorted(storage.entries(folder), key=lambda one: one.name):
+        path = folder / entry.name
+        is_inner = entry.kind is Kind.FOLDER and not entry.is_link
+        if is_inner and (not is_local(path) or storage.entries(path)):
+            yield from leaves(path)
+        else:
+            yield path
+
+
+def names_below(folder: Path) -> set[str]:
+    """Return the paths of ``leaves``, relative to the folder."""
+    return {path.relative_to(folder).as_posix() for path in leaves(folder)}
+
+
+def real(path: Path) -> Path:
+    """Return the path with links resolved."""
+    found: Path = storage_of(path).real(path)
+    return found
+
+
+def absolute(path: Path) -> Path:
+    """Return the absolute path with links; a relative one if the working directory was removed."""
+    try:
+        return place(path.absolute()) if is_local(path) else path
+    except FileNotFoundError:
+        return path
+
+
+def refresh(folder: Path, *, below: bool = False) -> None:
+    """Forget cached listings of a bucket; with ``below``, list the folder and all below it."""
+    storage_of(folder).refresh(folder, below=below)
+
+
+def make_folder(path: Path) -> None:
+    """Create a folder and its parents if missing."""
+    storage_of(path).make_folder(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link, or a folder with its content."""
+    storage_of(path).delete([path])
+
+
+def remove_all(paths: Iterable[Path]) -> None:
+    """Remove files or folders of one storage; objects in one request."""
+    if gone := [*paths]:
+        storage_of(gone[0]).delete(gone)
+
+
+def version(path: Path) -> Version:
+    return storage_of(path).version(path)
+
+
+def listed_version(path: Path) -> Version:
+    """Return the version of a file; of an object as listed, comparable only with such."""
+    found = storage_of(path).stat(path)
+    if found is None or found.version is None:
+        raise FileNotFoundError(errno.ENOENT, "there is no such file", path)
+    return found.version
+
+
+def changed_ns(path: Path) -> int | None:
+    """Return when a file last changed in any way, which no copy can set; ``None`` if missing."""
+    try:
+        found = storage_of(path).stat(path)
+    except OSError:
+        return None
+    return None if found is None else found.changed_ns
+
+
+def identity(path: Path) -> str:
+    """Return a text that differs once a file is changed or touched."""
+    return f"{version(path)} {changed_ns(path)}" if is_local(path) else str(version(path))
+
+
+def open_input(path: Path, known: Version | None = None) -> InputFile:
+    """Open a regular file to read; refuse devices, and an object that is not ``known``."""
+    return storage_of(path).open(path, known)
+
+
+def open_output(path: Path, *, is_new: bool, nbytes: int = 0) -> OutputFile:
+    """Open a file of at most ``nbytes``, which must not exist if ``is_new``, to write.
+
+    A new object is kept in memory until complete.
+    """
+    with writing(path):
+        return storage_of(path).create(path, is_new=is_new, nbytes=nbytes)
+
+
+def write_durably(path: Path, content: bytes, *, is_new: bool = False, note: str = "") -> None:
+    """Write a small file durably and atomically.
+
+    Raises:
+        FileExistsError: an object exists with other content, and ``is_new``.
+    """
+    storage_of(path).put(path, content, is_new=is_new, note=note)
+
+
+def note_of(path: Path) -> str:
+    """Return the note that ``write_durably`` gave an object; a local file has none."""
+    return storage_of(path).note(path)
+
+
+def sync_path(path: Path) -> None:
+    """Flush a file, or the names in a folder, to the disk."""
+    storage_of(path).sync(path)
+
+
+def check_space(folder: Path, nbytes: int) -> None:
+    """Raise unless the file system of a folder has ``nbytes`` bytes free."""
+    with writing(folder):
+        free = storage_of(folder).free_nbytes(folder)
+    if free is not None and free < nbytes:
+        raise OutputError(
+            "not enough disk space",
+            path=folder,
+            found=f"{free} bytes free",
+            expected=f"at least {nbytes}",
+            hint=HINTS[errno.ENOSPC],
+        )
