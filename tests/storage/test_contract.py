@@ -1,0 +1,410 @@
+"""What holds of every storage: the same bytes, and nothing half-made, whatever fails meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zexport
+from tests.storage.conftest import Bucket, Local, Place, files
+from tests.support.buckets import EMULATORS, REFUSED, Answer, Request
+from tests.support.checkpoints import Model, Run, save, values
+from zexport.errors import CheckpointError, OutputError, ZexportError
+from zexport.filenames import MANIFEST_NAME, RECEIPTS
+from zexport.options import ExportOptions, ReshardOptions
+
+ROOT = Path(__file__).parents[2]
+RANKS = ROOT / "fixtures" / "z2_w2_bf16_groups" / "ckpt"
+SHARDS = ExportOptions(max_shard_nbytes=1_000_000)
+OVERWRITE = replace(SHARDS, overwrite=True)
+ON_3 = ReshardOptions(world_size=3)
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = Model([{f"layers.{n}.w": values((300, 300), n) for n in range(8)}])
+    return save(model, Run(stage=2), tmp_path_factory.mktemp("run") / "run")
+
+
+@pytest.fixture(scope="module")
+def whole(run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The files of an undisturbed export on a disk."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    zexport.consolidate(run, out, SHARDS)
+    return files(out)
+
+
+@pytest.fixture(scope="module")
+def on_3(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The files of an undisturbed resharding on a disk."""
+    out = tmp_path_factory.mktemp("ranks") / "out"
+    zexport.reshard(RANKS, out, ON_3)
+    return files(out)
+
+
+def _weights(found: dict[str, bytes]) -> dict[str, bytes]:
+    """All but the manifest, which records when the source was written."""
+    return {name: content for name, content in found.items() if name != MANIFEST_NAME}
+
+
+def _leaves_nothing(place: Place, name: str = "out") -> None:
+    """Nothing looks complete, whatever the unfinished work is kept in."""
+    if isinstance(place, Local):
+        assert not Path(place.at(name)).exists()
+    assert MANIFEST_NAME not in place.files(name)
+
+
+# --- the same bytes ---
+
+
+def test_export_into_a_storage_equals_export_on_a_disk(
+    place: Place, run: Path, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    out, far = place.at("out"), place.put(run, "run")
+    assert str(zexport.consolidate(run, out, SHARDS).out_dir) == out
+    assert place.files("out") == whole
+    zexport.consolidate(far, place.at("far"), SHARDS)
+    zexport.consolidate(far, tmp_path / "near", SHARDS)
+    assert _weights(place.files("far")) == _weights(files(tmp_path / "near")) == _weights(whole)
+    assert zexport.verify_export(out, against=run).ok
+    assert zexport.verify_export(place.at("far"), against=far).ok
+    assert zexport.diff_models(out, tmp_path / "near").verdict.cause is zexport.Cause.NONE
+    with pytest.raises(OutputError, match="exists and is not empty"):
+        zexport.consolidate(run, out, SHARDS)
+    assert place.files("out") == whole
+
+
+def test_resharding_into_a_storage_equals_resharding_on_a_disk(
+    place: Place, on_3: dict[str, bytes]
+) -> None:
+    far = place.put(RANKS, f"{RANKS.parent.name}/{RANKS.name}")
+    zexport.reshard(RANKS, place.at("out"), ON_3)
+    assert place.files("out") == on_3
+    zexport.reshard(far, place.at("far"), ON_3)
+    assert _weights(place.files("far")) == _weights(on_3)
+    assert zexport.open_checkpoint(place.at("far")).ranks == 3
+    with pytest.raises(OutputError, match="contains a checkpoint, which an export never replaces"):
+        zexport.consolidate(RANKS, place.at("out"), OVERWRITE)
+    assert place.files("out") == on_3
+
+
+def test_base_model_is_read_from_a_storage(place: Place, tmp_path: Path) -> None:
+    model = Model([{"w": values((64, 48), 1)}], {"f": values((5,), 2)})
+    whole, lacking = (
+        save(model, Run(stage=2, exclude_frozen=is_lacking), tmp_path / f"run{is_lacking}")
+        for is_lacking in (False, True)
+    )
+    zexport.consolidate(whole, tmp_path / "base")
+    base = place.put(tmp_path / "base", "base")
+    zexport.consolidate(lacking, place.at("out"), ExportOptions(base=base))  # type: ignore[arg-type]
+    weights = (tmp_path / "base" / "model.safetensors").read_bytes()
+    assert place.files("out")["model.safetensors"] == weights
+    assert zexport.verify_export(place.at("out"), against=lacking, base=base).ok
+
+
+# --- parts ---
+
+
+def _part(run: Path | str, place: Place, number: int, count: int = 3, **other: Any) -> Any:
+    options = replace(SHARDS, **other)
+    return zexport.consolidate_part(run, place.at("out"), zexport.Share(number, count), options)
+
+
+def test_parts_make_what_one_process_makes(
+    place: Place, run: Path, whole: dict[str, bytes]
+) -> None:
+    with place.full_after(1), pytest.raises(OutputError):
+        _part(run, place, 3)
+    for number in (3, 1):
+        assert isinstance(_part(run, place, number), zexport.PartReport)
+        _leaves_nothing(place)
+    with pytest.raises(OutputError):
+        _part(run, place, 2, dtype="bf16")
+    with pytest.raises(OutputError):  # a part is missing
+        zexport.finish_export(place.at("out"))
+    _leaves_nothing(place)
+    assert isinstance(_part(run, place, 2), zexport.ExportReport)
+    assert place.files("out") == whole
+    _part(run, place, 2)  # which is compared with what is there
+    assert place.files("out") == whole
+
+
+def test_parts_never_mix_files_that_changed_between_them(
+    place: Place, run: Path, tmp_path: Path
+) -> None:
+    first, second = (f'{{"model": {{}}, "added_tokens": []{end}' for end in ("}", " }"))
+    (base := tmp_path / "base").mkdir()
+    (base / "tokenizer.json").write_text(first)
+    _part(run, place, 1, 2, base=base)
+    (base / "tokenizer.json").write_text(second)
+    with suppress(ZexportError):
+        _part(run, place, 2, 2, base=base)
+    found = place.files("out")
+    assert MANIFEST_NAME not in found or found["tokenizer.json"] == first.encode()
+
+
+# --- interruptions ---
+
+
+def _consolidated(place: Place, run: Path, **how: Any) -> Any:
+    return zexport.consolidate(run, place.at("out"), SHARDS, **how)
+
+
+def _resharded(place: Place, _: Path, **how: Any) -> Any:
+    return zexport.reshard(RANKS, place.at("out"), ON_3, **how)
+
+
+@pytest.mark.parametrize("act", [_consolidated, _resharded])
+@pytest.mark.parametrize("writes", [0, 2, 5])
+def test_refused_write_leaves_nothing_that_looks_complete(
+    act: Callable[..., Any],
+    writes: int,
+    place: Place,
+    run: Path,
+    whole: dict[str, bytes],
+    on_3: dict[str, bytes],
+) -> None:
+    with place.full_after(writes), pytest.raises(OutputError) as caught:
+        act(place, run)
+    assert (caught.value.exit_code, caught.value.kind) == (6, "output")
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith(place.at(""))
+    _leaves_nothing(place)
+    with pytest.raises(ZexportError):
+        zexport.verify_export(place.at("out"))
+    act(place, run)
+    assert place.files("out") == (whole if act is _consolidated else on_3)
+
+
+@pytest.mark.parametrize("act", [_consolidated, _resharded])
+def test_rerun_keeps_finished_files(
+    act: Callable[..., Any],
+    place: Place,
+    run: Path,
+    whole: dict[str, bytes],
+    on_3: dict[str, bytes],
+) -> None:
+    def interrupt(one: zexport.Progress) -> None:
+        if one.nbytes_done == one.nbytes_total > 0:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        act(place, run, progress=interrupt)
+    _leaves_nothing(place)
+    assert len(act(place, run).resumed) > 0
+    assert place.files("out") == (whole if act is _consolidated else on_3)
+
+
+_KILLED = """
+import os, signal
+pwrite, left = os.pwrite, [None] * 4
+def killed(*args):
+    if not left:
+        os.kill(os.getpid(), int(os.environ["TEST_SIGNAL"]))
+    left.pop()
+    return pwrite(*args)
+os.pwrite = killed
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130)])
+def test_interrupted_command_leaves_nothing_and_a_rerun_finishes(
+    number: int, code: int, place: Place, run: Path, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    words = [sys.executable, "-m", "zexport", "consolidate", str(run), place.at("out"), "-q"]
+    (tmp_path / "sitecustomize.py").write_text(_KILLED if isinstance(place, Local) else "")
+    modules = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+    own = {"PYTHONPATH": modules, "TEST_SIGNAL": str(number)}
+    process: list[subprocess.Popen[str]] = []
+
+    def interrupt(one: Request) -> Answer | None:
+        if not one.writes("model-00003-of-00004.safetensors"):
+            return None
+        process[0].send_signal(number)
+        return Answer(after_s=0.5)
+
+    if isinstance(place, Bucket):
+        place.server.fault = interrupt
+    process.append(
+        subprocess.Popen(
+            [*words, "--max-shard-size", "1MB", "--jobs", "1"],
+            env=os.environ | own,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    )
+    said = process[0].communicate(timeout=60)[1]
+    assert process[0].returncode == code, said
+    assert said.count("\n") == (code > 0)
+    if isinstance(place, Bucket):
+        place.server.fault = lambda _: None
+    _leaves_nothing(place)
+    zexport.consolidate(run, place.at("out"), SHARDS)
+    assert place.files("out") == whole
+
+
+def test_command_ends_with_one_sentence(place: Place, run: Path) -> None:
+    """A folder may take 300 kB, or a store no third shard."""
+    out = place.at("out")
+    words = [sys.executable, "-m", "zexport", "consolidate", str(run), out, "-q", "--json"]
+    if isinstance(place, Local):
+        words = ["bash", "-c", 'ulimit -f 300; exec "$@"', "bash", *words]
+    else:
+        place.server.fault = lambda one: REFUSED if one.writes("model.safetensors") else None
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 6
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"Error: {out}")
+    assert '"kind": "output"' in done.stdout
+    _leaves_nothing(place)
+
+
+@pytest.mark.parametrize("writes", [1, 3])
+def test_interrupted_overwrite_leaves_one_model_or_none(
+    writes: int, place: Place, run: Path, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    other = save(Model([{"w": values((700, 900), 1)}]), Run(stage=2), tmp_path / "other")
+    zexport.consolidate(other, place.at("out"))
+    before = place.files("out")
+    with place.full_after(writes), pytest.raises(OutputError):
+        zexport.consolidate(run, place.at("out"), OVERWRITE)
+    left = {n: c for n, c in place.files("out").items() if not n.startswith(RECEIPTS)}
+    assert left == before or MANIFEST_NAME not in left
+    zexport.consolidate(run, place.at("out"), OVERWRITE)
+    assert place.files("out") == whole
+
+
+# --- what others change ---
+
+
+def test_foreign_files_are_never_removed(place: Place, run: Path) -> None:
+    place.write("out/notes/mine.txt", b"mine")
+    with pytest.raises(OutputError, match="exists and is not empty"):
+        zexport.consolidate(run, place.at("out"), SHARDS)
+    with pytest.raises(OutputError):
+        zexport.consolidate(run, place.at("out"), OVERWRITE)
+    with pytest.raises(OutputError):
+        zexport.reshard(RANKS, place.at("out"), replace(ON_3, overwrite=True))
+    assert place.files("out") == {"notes/mine.txt": b"mine"}
+
+
+def test_edited_export_is_not_replaced_and_not_verified(
+    place: Place, run: Path, whole: dict[str, bytes]
+) -> None:
+    zexport.consolidate(run, place.at("out"), SHARDS)
+    name = "model-00002-of-00004.safetensors"
+    place.write(f"out/{name}", whole[name][:-4] + b"mine")
+    with pytest.raises(OutputError, match=name):
+        zexport.consolidate(run, place.at("out"), OVERWRITE)
+    assert place.files("out")[name].endswith(b"mine")
+    assert not zexport.verify_export(place.at("out")).ok
+
+
+def test_source_that_changes_meanwhile_is_not_exported(place: Place, run: Path) -> None:
+    far = place.put(run, "run")
+    plan = zexport.plan_export(zexport.open_checkpoint(far), place.at("out"), SHARDS)
+    (path,) = run.rglob("*rank_1*optim_states.pt")
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    place.write(f"run/{path.relative_to(run)}", bytes(content))
+    with pytest.raises(CheckpointError, match=r"changed|replaced") as caught:
+        zexport.run_export(plan)
+    assert str(caught.value.path) == f"{far}/{path.relative_to(run)}"
+    _leaves_nothing(place)
+
+
+# --- faults ---
+
+_RETRY = (("Retry-After", "1"),)
+_PASSING = {
+    "500": Answer("500 Internal Server Error", "InternalError"),
+    "503": Answer("503 Service Unavailable", "SlowDown", _RETRY),
+    "429": Answer("429 Too Many Requests", "SlowDown", _RETRY),
+    "cut": Answer(cut=100),
+    "closed": Answer(is_closed=True),
+    "done-500": Answer("500 Internal Server Error", "InternalError", is_done=True),
+    "slow": Answer(after_s=0.3),
+}
+_CALLS = {"EIO": errno.EIO, "ESTALE": errno.ESTALE, "EINTR": errno.EINTR}
+_STAYING = {
+    "403": (REFUSED, "refuses access"),
+    "404": (Answer("404 Not Found", "NoSuchKey"), "no such object"),
+    "412": (Answer("412 Precondition Failed", "PreconditionFailed"), "replaced"),
+    "503": (_PASSING["503"], "503"),
+    "429": (_PASSING["429"], "429"),
+    "cut": (Answer(cut=1000), "cut off|cannot be reached"),
+    "short": (Answer(cut=1000, is_short=True), "too short"),
+    "closed": (Answer(is_closed=True), "cannot be reached"),
+}
+
+
+def _is_chosen(one: Request) -> bool:
+    """Whether a request is one of those that fail the first time."""
+    return one.count == 0 and zlib.crc32(f"{one.method} {one.key[-30:]}".encode()) % 3 == 0
+
+
+@pytest.mark.parametrize("fault", _PASSING.values(), ids=_PASSING)
+@pytest.mark.parametrize("place", EMULATORS, indirect=True)
+def test_passing_fault_of_a_store_changes_no_byte(
+    fault: Answer, place: Bucket, run: Path, whole: dict[str, bytes]
+) -> None:
+    far = place.put(run, "run")
+    place.server.fault = lambda one: fault if _is_chosen(one) else None
+    zexport.consolidate(far, place.at("out"), SHARDS)
+    place.server.fault = lambda _: None
+    assert any(map(_is_chosen, place.server.requests))
+    assert _weights(place.files("out")) == _weights(whole)
+    assert zexport.verify_export(place.at("out"), against=far).ok
+
+
+@pytest.mark.parametrize("number", _CALLS.values(), ids=_CALLS)
+@pytest.mark.parametrize("place", ["local"], indirect=True)
+def test_passing_fault_of_a_disk_changes_no_byte(
+    number: int, place: Local, run: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(real: Callable[..., int]) -> Callable[..., int]:
+        left = [OSError(number, os.strerror(number))] * 3
+
+        def call(*args: Any) -> int:
+            if left:
+                raise left.pop()
+            return real(*args)
+
+        return call
+
+    far = place.put(run, "run")
+    for name in ("preadv", "pwrite"):
+        monkeypatch.setattr(os, name, failing(getattr(os, name)))
+    zexport.consolidate(far, place.at("out"), SHARDS)
+    assert _weights(place.files("out")) == _weights(whole)
+
+
+@pytest.mark.parametrize(("fault", "told"), _STAYING.values(), ids=_STAYING)
+@pytest.mark.parametrize("place", EMULATORS, indirect=True)
+def test_lasting_fault_of_a_store_is_one_sentence(
+    fault: Answer, told: str, place: Bucket, run: Path
+) -> None:
+    far = place.put(run, "run")
+    plan = zexport.plan_export(zexport.open_checkpoint(far), place.at("out"), SHARDS)
+    place.server.fault = lambda one: (
+        fault if one.method == "GET" and one.key.endswith("optim_states.pt") else None
+    )
+    with pytest.raises(CheckpointError, match=told) as caught:
+        zexport.run_export(plan)
+    assert (caught.value.exit_code, caught.value.kind) == (3, "checkpoint")
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith(f"{far}/global_step2/")
+    place.server.fault = lambda _: None
+    _leaves_nothing(place)
