@@ -28,8 +28,8 @@ from tests.support.buckets import BUCKET, Server, serving
 from tests.support.checkpoints import Model, Run, save, values
 from zexport import VerifyMode, consolidate, open_checkpoint, plan_export, run_export
 from zexport.export.plan import ExportPlan
-from zexport.store.address import Address
-from zexport.store.blocks import BLOCK_NBYTES, joined
+from zexport.storage.blocks import BLOCK_NBYTES, joined
+from zexport.storage.location import Address
 
 _AT_ONCE = 12
 """Requests of the library at a time, as many as its own default is for parts of an upload."""

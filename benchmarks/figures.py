@@ -70,7 +70,7 @@ def _run(words: str, *paths: Path) -> list[str]:
 
 
 def start(work: Path, trees: Sequence[Path], rounds: int) -> None:
-    """What an export and an inspection cost beyond their libraries, which is at most 0.15 s."""
+    """What an export and an inspection cost beyond their libraries, which is at most 0.10 s."""
     _apart(_write, work / "tiny", _llama(16, 2, 32, 64), 2)
     out = work / "out"
     commands = {"libraries": (_HERE, ["-c", _LIBRARIES])}
