@@ -70,8 +70,8 @@ def child_folders(folder: Path) -> Iterator[tuple[Path, bool]]:
 def matching(folder: Path, pattern: str) -> list[Path]:
     """Return the paths in a folder that match a pattern, sorted; none if there is no folder."""
     first, _, rest = pattern.partition("/")
-    there = children(folder) if is_folder(folder) else []
-    found = [path for path in there if fnmatchcase(path.name, first)]
+    names = (one.name for one in storage_of(folder).entries(folder)) if is_folder(folder) else ()
+    found = sorted(folder / name for name in names if fnmatchcase(name, first))
     return [p for one in found for p in matching(one, rest)] if rest else found
 
 
