@@ -1,8 +1,8 @@
 """What writing costs: ``python -m benchmarks.writing``.
 
-Every figure is the least of some interleaved runs: a copy of a finished export (cp and sync), an
-export that is not read back, one that is, and one reading of the output with CRC-32. With
-``--against`` another checkout exports, too; with ``--ram`` a RAM disk shows processor time only.
+Every figure is the least of some runs in random order: a copy of a finished export (cp and sync),
+an export that is not read back, one that is, and one reading of the output with CRC-32. With
+``--against`` another checkout exports, too; ``--work /dev/shm`` shows processor time only.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from random import SystemRandom
 from tempfile import TemporaryDirectory
 
 from benchmarks.cases import Case
@@ -40,7 +41,7 @@ def _export(tree: Path, case: Case, verify: str) -> Callable[[Path], Sample]:
 
 
 def measure(case: Case, work: Path, trees: Sequence[Path], rounds: int) -> dict[str, list[Sample]]:
-    """Return the samples of each command, interleaved, each on a settled disk."""
+    """Return the samples of each command, in random order, each on a settled disk."""
     case.make(dict(os.environ))
     out, reference = work / "out", work / "reference"
     shutil.rmtree(reference, ignore_errors=True)
@@ -55,10 +56,12 @@ def measure(case: Case, work: Path, trees: Sequence[Path], rounds: int) -> dict[
         commands[f"{tree}: read back"] = _export(tree, case, "readback")
     samples: dict[str, list[Sample]] = {name: [] for name in commands}
     for _ in range(rounds):
-        for name, command in commands.items():
+        order = list(commands)
+        SystemRandom().shuffle(order)  # what wrote before decides how fast memory is to be had
+        for name in order:
             os.sync()
             case.warm()
-            samples[name].append(command(out))
+            samples[name].append(commands[name](out))
             shutil.rmtree(out, ignore_errors=True)
     return samples
 
