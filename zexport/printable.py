@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 from collections.abc import Collection, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +83,8 @@ def _escaped(byte: int) -> str:
 
 
 def brief(value: Any) -> str:
-    """A dataclass in a few lines: of many items their number, and nothing of what is empty."""
-    told = ((one.name, getattr(value, one.name)) for one in fields(value) if one.repr)
+    """A record in a few lines: of many items their number, and nothing of what is empty."""
+    told = ((name, getattr(value, name)) for name in type(value).__match_args__)
     known = (one for one in told if one[1] is not None and one[1] not in _EMPTY)
     return f"{type(value).__name__}({', '.join(f'{name}={_brief(item)}' for name, item in known)})"
 

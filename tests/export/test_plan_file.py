@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from msgspec import structs
+from msgspec.structs import replace
 
 import zexport
 from tests.support.real_cases import FIXTURES
@@ -48,12 +47,12 @@ def test_digest_is_the_same_in_every_folder(tmp_path: Path) -> None:
 
 
 def with_tensors(made: Plan, *tensors: object) -> Plan:
-    return replace(made, shards=(structs.replace(made.shards[0], tensors=tensors),))
+    return replace(made, shards=(replace(made.shards[0], tensors=tensors),))
 
 
 def with_tensor(made: Plan, **changes: object) -> Plan:
     first, *others = made.shards[0].tensors
-    return with_tensors(made, structs.replace(first, **changes), *others)
+    return with_tensors(made, replace(first, **changes), *others)
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def _with_versions(plan: ExportPlan) -> ExportPlan:
         with reading(side.origin):
             return structs.replace(side, version=version(side.origin))
 
-    return replace(plan, side_files=tuple(map(one, plan.side_files)))
+    return structs.replace(plan, side_files=tuple(map(one, plan.side_files)))
 
 
 def run_export(
@@ -210,7 +210,9 @@ def shared_job(
         sealed = unseal(content, out_dir, out_dir, request)
         return Job.of(sealed, verify, progress)
     threads, chunk = share_memory(options, sealed.plan.shards)
-    own = replace(sealed.plan, jobs=threads, chunk_nbytes=chunk, overwrite=options.overwrite)
+    own = structs.replace(
+        sealed.plan, jobs=threads, chunk_nbytes=chunk, overwrite=options.overwrite
+    )
     return Job.of(structs.replace(sealed, plan=own), verify, progress)
 
 
@@ -242,7 +244,7 @@ def consolidate_part(
     how: dict[str, Any] = {"tag": tag, "follow_symlinks": follow_symlinks, "progress": progress}
     mode, options = chosen("verify", VerifyMode, verify), options or ExportOptions()
     job = shared_job(checkpoint, place(out_dir), options, verify=mode, parts=part.count, **how)
-    return replace(export_part(job, part), seconds=time.monotonic() - began)
+    return structs.replace(export_part(job, part), seconds=time.monotonic() - began)
 
 
 reshard_part = consolidate_part
@@ -289,7 +291,7 @@ def export_by_ray(
     with connected(address):
         job = shared_job(checkpoint, absolute(place(out_dir)), options, verify=verify, **how)
         done = export_on_cluster(job, options.jobs, progress)
-    return job.plan, replace(done, seconds=time.monotonic() - began)
+    return job.plan, structs.replace(done, seconds=time.monotonic() - began)
 
 
 @checks_arguments
@@ -359,4 +361,4 @@ def _run(
     began = time.monotonic()
     plan = plan_folder(open_checkpoint(checkpoint, **how), out_dir, options)
     done = run_export(plan, verify=verify, progress=progress)
-    return replace(done, seconds=time.monotonic() - began)
+    return structs.replace(done, seconds=time.monotonic() - began)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
+
+from msgspec.structs import replace
 
 from zexport.checkpoint.resolve import (
     NEWEST,
@@ -58,7 +59,7 @@ def open_checkpoint(
         if tag != NEWEST:
             found = [locate(one, tag, follow_symlinks=follow_symlinks) for one in paths]
             opened = open_locations(found)
-            return dataclasses.replace(opened, newer=tuple(_newer(opened)))
+            return replace(opened, newer=tuple(_newer(opened)))
         if len(paths) > 1:
             raise UsageError("--tag newest needs one folder", hint="Choose the tag with --tag")
         skipped: dict[str, TrainingState] = {}
@@ -66,7 +67,7 @@ def open_checkpoint(
             opened = open_locations([location])
             if not opened.problems:
                 newer = tuple(_skipped(name, one) for name, one in skipped.items())
-                return dataclasses.replace(opened, newer=newer)
+                return replace(opened, newer=newer)
             skipped[name] = opened
         return next(iter(skipped.values()))
 
@@ -83,7 +84,7 @@ def open_locations(locations: Sequence[Location]) -> TrainingState:
         )
     source = next(one for one in SOURCES if one.holds(locations[0].tag_dir))
     state = source.read(locations)
-    return dataclasses.replace(state, warnings=(*run_warnings(state), *state.warnings))
+    return replace(state, warnings=(*run_warnings(state), *state.warnings))
 
 
 def _newer(opened: TrainingState) -> Iterator[str]:

@@ -8,7 +8,6 @@ its slots are (``Held``) and binds one to byte ranges on demand.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from math import prod
@@ -216,8 +215,7 @@ def joined(cells: Sequence[Cell]) -> Cell:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
+class StoredTensor(Struct, frozen=True):
     """A whole tensor of the checkpoint, bound to bytes.
 
     Attributes:
@@ -331,8 +329,7 @@ class Parallelism(Struct, frozen=True):
             yield f"{' or '.join(map(str, sorted(set(self.experts))))} experts"
 
 
-@dataclass(frozen=True)
-class TrainingState:
+class TrainingState(Struct, frozen=True, dict=True):
     """Everything that the metadata of a checkpoint says.
 
     Attributes:
@@ -366,9 +363,9 @@ class TrainingState:
     replicas: tuple[Replica | CastReplica, ...] = ()
     problems: tuple[ZexportError, ...] = ()
     split: Callable[[], tuple[Cell, ...]] = tuple
-    zero: Mapping[int, Ranks] = field(default_factory=dict)
+    zero: Mapping[int, Ranks] = {}
     structure: Structure = Structure.DATA
-    parallelism: Parallelism = field(default_factory=Parallelism)
+    parallelism: Parallelism = Parallelism()
     stage: int | None = None
     world_size: int | None = None
     ds_version: str | None = None

@@ -6,12 +6,12 @@ import ctypes
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import click
 from msgspec import Struct
+from msgspec.structs import replace
 
 from zexport.cli.options import (
     PATH,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 from msgspec import Struct, structs
+from msgspec.structs import replace
 
 from zexport.checkpoint.resolve import Location
 from zexport.checkpoint.state import Role, StoredTensor

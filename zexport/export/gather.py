@@ -272,7 +272,7 @@ def _merged(inputs: Inputs, adapter: Adapter, learner: Learner) -> Inputs:
         rounded = f", whose weights are rounded to {dtype.torch_name}"
     return structs.replace(
         inputs,
-        checkpoint=replace(checkpoint, frozen_left_out=left_out),
+        checkpoint=structs.replace(checkpoint, frozen_left_out=left_out),
         model=structs.replace(inputs.model, weights=merged),
         base=base,
         base_tokens=base_tokens,

@@ -8,11 +8,11 @@ Source: peft 0.21, ``tuners/lora/layer.py`` (``merge`` and ``get_delta_weight`` 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import replace
 from itertools import permutations
 from math import prod
 
 from msgspec import Struct, structs
+from msgspec.structs import replace
 
 from zexport.checkpoint.state import Role, StoredTensor, TrainingState, source_of
 from zexport.errors import DamagedCheckpointError, FrozenLeftOutError, UnsupportedError, UsageError

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from zexport.checkpoint.resolve import framework_of, is_tag_dir, list_run_checkpoints, list_tags
 from zexport.errors import DamagedCheckpointError, OutputError, VerificationError

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from zexport.checkpoint.state import Role, StoredTensor
 from zexport.errors import UnsupportedError

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -171,8 +170,7 @@ class Reference(Struct, frozen=True):
     tensors: tuple[StoredTensor, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ExportPlan:
+class ExportPlan(Struct, frozen=True):
     """All that an export will do; running it takes no more decisions.
 
     Attributes:

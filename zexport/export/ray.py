@@ -11,10 +11,11 @@ import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from zexport.errors import MissingExtraError, OutputError, UsageError, ZexportError
 from zexport.export.job import TURN_SECONDS, Job, OnProgress, begin, finish, load, write

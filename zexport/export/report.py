@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from zexport.export.plan import Form, Origin
 from zexport.export.write import VerifyMode
@@ -12,8 +13,7 @@ from zexport.model.hub_cache import GivenBase
 from zexport.storage.json import JsonReport, Natural
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class ExportReport(JsonReport):
+class ExportReport(JsonReport, Struct, frozen=True):
     """What an export did.
 
     Attributes:
@@ -51,8 +51,7 @@ class ExportReport(JsonReport):
     base: GivenBase | None = None
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class PartReport(JsonReport):
+class PartReport(JsonReport, Struct, frozen=True):
     """What one part did while others are missing.
 
     Attributes:

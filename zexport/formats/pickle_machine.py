@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
+
+from msgspec import Struct
 
 from zexport.formats.inert import (
     ExcessError,
@@ -76,8 +77,7 @@ def _opcode(code: bytes, nbytes: int = _PLACE_NBYTES, **known: object) -> Callab
     return register
 
 
-@dataclass(slots=True, eq=False)
-class Machine:
+class Machine(Struct, eq=False):
     """The state of one run: the bytes ahead, the stack, the memo, what was mentioned.
 
     ``stack`` holds the values since the last mark; the stacks below it wait in ``marks``.
@@ -87,13 +87,13 @@ class Machine:
     pos: int
     limit: int
     spent: int
-    stack: list[object] = field(default_factory=list)
-    marks: list[list[object]] = field(default_factory=list)
-    memo: list[object] = field(default_factory=list)
-    globals: set[Global] = field(default_factory=set)
-    misused: set[Global] = field(default_factory=set)
-    storages: dict[str, StorageRef | ForeignStorage] = field(default_factory=dict)
-    fragments: list[FragmentAddress] = field(default_factory=list)
+    stack: list[object] = []
+    marks: list[list[object]] = []
+    memo: list[object] = []
+    globals: set[Global] = set()
+    misused: set[Global] = set()
+    storages: dict[str, StorageRef | ForeignStorage] = {}
+    fragments: list[FragmentAddress] = []
 
     def run(self) -> object:
         """The value on top of the stack at STOP."""

@@ -9,10 +9,11 @@ Source: torch 2.13, ``torch/serialization.py``, ``_legacy_save`` and ``_legacy_l
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import TypeAlias
+
+from msgspec import Struct
 
 from zexport.errors import DamagedCheckpointError, UnsupportedError
 from zexport.formats.inert import ForeignStorage, Global, StorageRef, TensorRef
@@ -40,8 +41,7 @@ class Container(Enum):
     LEGACY = "legacy"
 
 
-@dataclass(frozen=True, slots=True)
-class TorchFile:
+class TorchFile(Struct, frozen=True):
     """A file written by ``torch.save``, read without its tensor data.
 
     ``value`` and ``unknown_globals`` are those of its ``Pickle``; ``version`` is what the file was
@@ -53,7 +53,7 @@ class TorchFile:
     container: Container
     value: object
     unknown_globals: tuple[Global, ...]
-    _records: ZipRecords | LegacyRecords = field(repr=False, compare=False)
+    _records: ZipRecords | LegacyRecords
 
     @property
     def root(self) -> str | None:

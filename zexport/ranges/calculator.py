@@ -10,17 +10,19 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from threading import RLock
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from zexport.ranges.casts import cast_into
 from zexport.ranges.computed import Computed, Elements, LowRankUpdate, Recast, ScaledSum, Zeros
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import Read
 
-Floats: TypeAlias = npt.NDArray[np.float32]
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+Floats: TypeAlias = "npt.NDArray[np.float32]"
 
 _BLOCK_NUMEL = 1 << 16
 _BLOCK_ROWS = 16

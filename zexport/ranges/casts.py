@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 from msgspec import Struct
 
 from zexport.ranges.dtypes import DType
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 _FLOAT = {
     DType.F64: np.dtype(np.float64),
@@ -38,7 +40,7 @@ NUMPY = {
 _BLOCK_NUMEL = 32768
 """Elements worked on at a time by the casts that take several passes: they stay in the L2 cache."""
 
-_U32 = npt.NDArray[np.uint32]
+_U32: TypeAlias = "npt.NDArray[np.uint32]"
 
 
 class Statistics(Struct, frozen=True):
@@ -204,7 +206,7 @@ _INFINITY = {
     DType.F16: 0x1F << 10,
 }
 _SIGN = {dtype: 1 << (8 * dtype.itemsize - 1) for dtype in _INFINITY}
-_Bits = npt.NDArray[np.unsignedinteger[Any]]
+_Bits: TypeAlias = "npt.NDArray[np.unsignedinteger[Any]]"
 
 
 def bits_seen_as(elements: bytearray, stored: DType, seen_as: DType) -> _Bits:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -69,7 +68,7 @@ def resumable(state: TrainingState) -> TrainingState:
         path = state.location.tag_dir
         raise _no_states(path, "optimizer states were removed by zexport prune")
     cells = tuple(_resumable(cell, state.zero[cell.index]) for cell in state.cells)
-    return dataclasses.replace(state, split=lambda: cells)
+    return replace(state, split=lambda: cells)
 
 
 def _resumable(cell: Cell, ranks: Ranks) -> Cell:

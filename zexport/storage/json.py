@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 
 
 class JsonReport:
-    """A dataclass that prints briefly and converts to JSON."""
+    """A record that prints briefly and converts to JSON."""
 
     __slots__ = ()
     __repr__ = brief

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -103,10 +102,10 @@ def read_checkpoint(locations: Sequence[Location]) -> TrainingState:
     state = TrainingState(first, "", Cell({}), zero=ranks, structure=structure, parts=more)
     try:
         with layout_of(path):
-            state = dataclasses.replace(state, parallelism=_parallelism(tag, structure))
+            state = replace(state, parallelism=_parallelism(tag, structure))
             joined, cells = _assemble(tag, structure)
             whole = _without_shards(joined)
-            state = dataclasses.replace(
+            state = replace(
                 state,
                 whole=whole,
                 tensors=stored_tensors(whole),
@@ -123,7 +122,7 @@ def read_checkpoint(locations: Sequence[Location]) -> TrainingState:
     if problems and (swapped := _swapped_out(tag)):
         problems = [swapped]
     told = [(one, finding_of(one)) for one in problems]
-    return dataclasses.replace(
+    return replace(
         _described(state, tag),
         problems=tuple(one for one, found in told if found is None or found.kind.is_refused),
         findings=tuple(found for _, found in told if found and not found.kind.is_refused),
@@ -251,7 +250,7 @@ def _described(state: TrainingState, tag: TagFolder) -> TrainingState:
         warnings.append("all optimizer steps were skipped, so these are the initial weights")
     if any(file.container is Container.LEGACY for file in every):
         warnings.append("legacy torch files have no checksums; flipped bits cannot be detected")
-    return dataclasses.replace(
+    return replace(
         state,
         layout="universal checkpoint" if structure is Structure.UNIVERSAL else layout,
         stage=stage,
