@@ -8,15 +8,15 @@ from typing import Any
 
 import msgspec
 
-from zexport.beside.events import WatchEvent
-from zexport.beside.prune import PruneReport
-from zexport.compare.diff import DiffReport
+from zexport.diff.diff import DiffReport
 from zexport.export.decide import Provenance
 from zexport.export.manifest import SCHEMA as MANIFEST_SCHEMA
 from zexport.export.manifest import Manifest
 from zexport.export.report import ExportReport, PartReport
 from zexport.export.summary import PlanSummary
 from zexport.export.verify import VerifyReport
+from zexport.monitor.events import WatchEvent
+from zexport.monitor.prune import PruneReport
 from zexport.report.failure import Failure
 from zexport.resharding.plan import ReshardProvenance
 from zexport.storage.json import SCHEMA

@@ -22,9 +22,9 @@ from docs.forms import descriptions, schemas
 from docs.picture import PICTURE, picture, words
 from docs.support import SUPPORT
 from zexport import compat
-from zexport.beside.command_line import option_of
 from zexport.cli.main import cli
 from zexport.findings import FindingKind
+from zexport.monitor.command_line import option_of
 
 DOCS = Path(__file__).parent
 SCHEMAS = tuple(sorted((DOCS / "schemas").glob("*.json")))

@@ -36,22 +36,22 @@ if TYPE_CHECKING:
         run_export,
     )
     from zexport.api.verify import verify_export
-    from zexport.beside.choices import WatchOptions
-    from zexport.beside.events import EventKind, WatchEvent
-    from zexport.beside.prune import PruneReport, prune
-    from zexport.beside.watch import watch
     from zexport.checkpoint.open import open_checkpoint
     from zexport.checkpoint.state import Role, StoredTensor, TrainingState
-    from zexport.compare.diff import DiffReport, diff_models
-    from zexport.compare.states import diff_states
-    from zexport.compare.tensor import Outcome, TensorDiff
-    from zexport.compare.verdict import Cause
+    from zexport.diff.diff import DiffReport, diff_models
+    from zexport.diff.states import diff_states
+    from zexport.diff.tensor import Outcome, TensorDiff
+    from zexport.diff.verdict import Cause
     from zexport.errors import ZexportError
     from zexport.export.plan import ExportPlan
     from zexport.export.progress import Progress
     from zexport.export.report import ExportReport, PartReport
     from zexport.export.verify import VerifyReport
     from zexport.export.write import VerifyMode
+    from zexport.monitor.choices import WatchOptions
+    from zexport.monitor.events import EventKind, WatchEvent
+    from zexport.monitor.prune import PruneReport, prune
+    from zexport.monitor.watch import watch
     from zexport.options import (
         Engine,
         ExportDType,
@@ -120,16 +120,16 @@ _HOMES = {
         "run_export",
     ),
     "api.verify": ("verify_export",),
-    "beside.choices": ("WatchOptions",),
-    "beside.events": ("EventKind", "WatchEvent"),
-    "beside.prune": ("PruneReport", "prune"),
-    "beside.watch": ("watch",),
+    "monitor.choices": ("WatchOptions",),
+    "monitor.events": ("EventKind", "WatchEvent"),
+    "monitor.prune": ("PruneReport", "prune"),
+    "monitor.watch": ("watch",),
     "checkpoint.state": ("Role", "StoredTensor", "TrainingState"),
     "checkpoint.open": ("open_checkpoint",),
-    "compare.diff": ("DiffReport", "diff_models"),
-    "compare.states": ("diff_states",),
-    "compare.tensor": ("Outcome", "TensorDiff"),
-    "compare.verdict": ("Cause",),
+    "diff.diff": ("DiffReport", "diff_models"),
+    "diff.states": ("diff_states",),
+    "diff.tensor": ("Outcome", "TensorDiff"),
+    "diff.verdict": ("Cause",),
     "errors": ("ZexportError",),
     "export.plan": ("ExportPlan",),
     "export.progress": ("Progress",),

@@ -31,13 +31,13 @@ from zexport.checkpoint.state import (
 )
 from zexport.errors import CheckpointError, DamagedCheckpointError, FrozenLeftOutError, ZexportError
 from zexport.export.proof import ProvenWeights, WeightReader
-from zexport.extras import to_install
 from zexport.filenames import WEIGHTS_IN_ORDER
-from zexport.printable import some
+from zexport.optional_deps import to_install
 from zexport.ranges.dtypes import DType
 from zexport.storage.files import is_file, make_folder, write_durably
 from zexport.storage.local import copy_mode, rename
 from zexport.storage.location import local_path, place
+from zexport.text import some
 
 if TYPE_CHECKING:
     import torch

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from zexport.findings import FindingKind
-from zexport.printable import shown
+from zexport.text import shown
 
 _LINE_MAX = 160
 """Two lines of a terminal, for what a message says beside its path."""

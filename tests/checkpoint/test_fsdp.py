@@ -22,9 +22,9 @@ from zexport.errors import (
     UnsafeError,
     ZexportError,
 )
+from zexport.ranges.compare import Replica
 from zexport.ranges.dtypes import DType
 from zexport.ranges.reader import SourceReader
-from zexport.ranges.replicas import Replica
 
 _FORMS = (
     "fsdp1_dcp",

@@ -17,8 +17,8 @@ from zexport import Role, TrainingState
 from zexport.checkpoint.state import raise_problems
 from zexport.errors import DamagedCheckpointError
 from zexport.findings import FindingKind
+from zexport.ranges.compare import CastReplica, compare_casts
 from zexport.ranges.reader import SourceReader
-from zexport.ranges.replicas import CastReplica, compare_casts
 
 Tensors = dict[str, torch.Tensor]
 
@@ -57,7 +57,7 @@ def differing(taken: TrainingState) -> list[tuple[str, int]]:
     """The weights that are not their masters, rounded, and the first element that is not."""
     casts = [one for one in taken.replicas if isinstance(one, CastReplica)]
     with SourceReader(taken.torch_files) as reader, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zexport.ranges.replicas._BATCH_NUMEL", 7)
+        patch.setattr("zexport.ranges.compare._BATCH_NUMEL", 7)
         found = compare_casts(casts, reader.read_into, full=False)
     return [(one.replica.name, one.first) for one in found]
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from zexport.formats.inert import Opaque, TensorRef
+from zexport.formats.pickle_values import Opaque, TensorRef
 from zexport.formats.torch_file import TorchFile, read_torch_file
 from zexport.ranges.dtypes import DType
 

@@ -19,9 +19,9 @@ from zexport.errors import (
     UnsupportedError,
     ZexportError,
 )
-from zexport.formats.inert import TensorRef
+from zexport.formats.pickle_values import TensorRef
 from zexport.formats.torch_file import TorchFile, read_torch_file
-from zexport.ranges.extents import Member
+from zexport.ranges.source import Member
 from zexport.storage.contents import LFS_POINTER
 
 VALUE = {"w": torch.arange(12.0).reshape(3, 4), "b": torch.arange(5, dtype=torch.int16), "n": 7}
@@ -228,7 +228,7 @@ def test_a_compressed_pickle_is_read_but_not_beyond_its_limit(
 ) -> None:
     rewrite(saved, compression=zipfile.ZIP_DEFLATED)
     assert read_torch_file(saved).unknown_globals == ()
-    monkeypatch.setattr("zexport.formats.torch_zip.MAX_PICKLE_NBYTES", 100)
+    monkeypatch.setattr("zexport.formats.torch_file.MAX_PICKLE_NBYTES", 100)
     with pytest.raises(DamagedCheckpointError, match="expected at most 100"):
         read_torch_file(saved)
 

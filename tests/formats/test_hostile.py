@@ -29,7 +29,7 @@ from zexport.errors import (
     UnsupportedError,
     ZexportError,
 )
-from zexport.formats.pickles import load
+from zexport.formats.pickle_reader import load
 from zexport.formats.torch_file import read_torch_file
 from zexport.inspect.inspect import inspect_checkpoint
 from zexport.options import ExportOptions, NameLayout

@@ -22,13 +22,13 @@ from zexport.errors import (
     UnsafeError,
     UnsupportedError,
 )
-from zexport.formats import pickle_machine, pickles
-from zexport.formats.inert import (
+from zexport.formats import pickle_reader
+from zexport.formats.pickle_reader import Pickle, load
+from zexport.formats.pickle_values import (
     Global,
     Opaque,
     OpaqueKey,
 )
-from zexport.formats.pickles import Pickle, load
 from zexport.formats.torch_file import read_torch_file
 
 PATH = Path("rank.pt")
@@ -323,11 +323,11 @@ def test_marks_and_calls_to_any_depth_are_read_without_recursion() -> None:
 
 
 def test_work_and_size_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pickle_machine, "MAX_OPCODES", 10)
+    monkeypatch.setattr(pickle_reader, "MAX_OPCODES", 10)
     assert read(b"N0" * 4 + b"N.").value is None
     with pytest.raises(DamagedCheckpointError, match="goes on after 10 opcodes"):
         read(b"N0" * 5 + b"N.")
-    monkeypatch.setattr(pickles, "MAX_PICKLE_NBYTES", 8)
+    monkeypatch.setattr(pickle_reader, "MAX_PICKLE_NBYTES", 8)
     with pytest.raises(DamagedCheckpointError, match="longer than it may be"):
         read(text("longer than that") + b".")
 
@@ -362,7 +362,7 @@ def test_no_pickle_takes_more_memory_than_it_may(
 ) -> None:
     """With a bound of a few megabytes: all costs are proportional, and tracing is slow."""
     bound = 10 << 20
-    monkeypatch.setattr(pickle_machine, "MAX_NBYTES", bound)
+    monkeypatch.setattr(pickle_reader, "MAX_NBYTES", bound)
     tracemalloc.start()
     with pytest.raises((UnsupportedError, DamagedCheckpointError)) as caught:
         read(flood + b".")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from zexport.errors import DamagedCheckpointError, UnsupportedError
-from zexport.formats.safetensors_file import HeaderEntry, build_header, read_header
+from zexport.formats.safetensors import HeaderEntry, build_header, read_header
 from zexport.ranges.dtypes import DType
 
 ENTRIES = [
@@ -47,7 +47,7 @@ def test_a_name_that_is_not_unicode_cannot_be_written() -> None:
 
 
 def test_a_header_beyond_the_limit_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zexport.formats.safetensors_file.HEADER_NBYTES_LIMIT", 64)
+    monkeypatch.setattr("zexport.formats.safetensors.HEADER_NBYTES_LIMIT", 64)
     with pytest.raises(UnsupportedError, match="header of a shard is too long"):
         build_header(ENTRIES)
 

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from zexport.errors import UnsafeError
-from zexport.formats.inert import (
+from zexport.formats.pickle_values import (
     FragmentAddress,
     Global,
     Made,

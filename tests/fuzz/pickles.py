@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.fuzz.runner import main
 from tests.fuzz.target import Target
-from zexport.formats.pickles import load
+from zexport.formats.pickle_reader import load
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 _SEED_NBYTES_MAX = 6000

@@ -11,7 +11,7 @@ from safetensors.torch import save
 
 from tests.fuzz.runner import main
 from tests.fuzz.target import Target
-from zexport.formats.safetensors_file import read_header
+from zexport.formats.safetensors import read_header
 
 
 @cache

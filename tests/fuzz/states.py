@@ -30,11 +30,11 @@ from zexport.checkpoint.fsdp.source import holds_fsdp
 from zexport.checkpoint.open import open_checkpoint
 from zexport.checkpoint.state import TrainingState, raise_problems
 from zexport.errors import DamagedCheckpointError, ZexportError
-from zexport.formats.inert import Opaque, TensorRef
-from zexport.formats.pickles import load
-from zexport.ranges.extents import ByteSource
+from zexport.formats.pickle_reader import load
+from zexport.formats.pickle_values import Opaque, TensorRef
+from zexport.ranges.compare import CastReplica
 from zexport.ranges.reader import SourceReader
-from zexport.ranges.replicas import CastReplica
+from zexport.ranges.source import ByteSource
 
 _MADE = TemporaryDirectory(prefix="zexport-fuzz-")
 _FIXTURES = Path(__file__).parents[2] / "fixtures"

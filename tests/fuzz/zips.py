@@ -11,7 +11,7 @@ import torch
 
 from tests.fuzz.runner import main
 from tests.fuzz.target import Target
-from zexport.formats.inert import TensorRef
+from zexport.formats.pickle_values import TensorRef
 from zexport.formats.torch_file import TorchFile, read_torch_file
 
 

@@ -135,7 +135,7 @@ def test_files_are_read_through_the_storage() -> None:
         if not apart.match(path.relative_to(PACKAGE).as_posix())
         if (calls := {call for call in called(path) if _READS.fullmatch(call)})
     }
-    assert found == {"beside/jobs.py": {"os.fstat", "os.pread"}}
+    assert found == {"monitor/jobs.py": {"os.fstat", "os.pread"}}
 
 
 def test_only_the_storage_knows_addresses() -> None:

@@ -9,7 +9,7 @@ import pytest
 from zexport.checkpoint.open import open_checkpoint
 from zexport.checkpoint.state import TrainingState
 from zexport.inspect.strips import Fill, Piece, Strip, strips
-from zexport.ranges.mosaic import Mosaic
+from zexport.ranges.source import Mosaic
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 CASES = sorted(path.parent for path in FIXTURES.glob("*/case.json"))

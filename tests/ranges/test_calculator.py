@@ -11,8 +11,8 @@ import torch
 from zexport.ranges import calculator
 from zexport.ranges.computed import Elements, Factors, LowRankUpdate, Recast, ScaledSum
 from zexport.ranges.dtypes import DType
-from zexport.ranges.extents import ByteSource, Extent
 from zexport.ranges.reader import SourceReader
+from zexport.ranges.source import ByteSource, Extent
 from zexport.storage.files import version
 
 

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from zexport.ranges.casts import Statistics, cast_into, statistics_of
+from zexport.ranges.cast import Statistics, cast_into, statistics_of
 from zexport.ranges.dtypes import DType
 
 FLOATS = (DType.F64, DType.F32, DType.F16, DType.BF16)

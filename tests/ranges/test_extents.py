@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zexport.ranges.extents import ByteSource, Chain, Extent, Striped, Window
+from zexport.ranges.source import ByteSource, Chain, Extent, Striped, Window
 
 FILES = {
     Path(name): bytes((i * 7 + salt) % 251 for i in range(600)) for salt, name in enumerate("abc")

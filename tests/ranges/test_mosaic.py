@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zexport.errors import LayoutError
-from zexport.ranges.extents import Extent
-from zexport.ranges.mosaic import Mosaic, Tile, row_major
+from zexport.ranges.source import Extent, Mosaic, Tile, row_major
 
 _SHARDS = Path("shards")
 

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zexport.ranges import mosaic as mosaics
-from zexport.ranges.extents import ByteSource, Extent
-from zexport.ranges.mosaic import Mosaic, Tile, gather
+from zexport.ranges import source as mosaics
+from zexport.ranges.source import ByteSource, Extent, Mosaic, Tile, gather
 
 _FILE = Path("file")
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from zexport.errors import CheckpointError, DamagedCheckpointError
 from zexport.formats.torch_file import TorchFile, read_torch_file
-from zexport.ranges.extents import ByteSource, Extent
 from zexport.ranges.reader import SourceReader
+from zexport.ranges.source import ByteSource, Extent
 
 Saved = tuple[TorchFile, list[ByteSource], list[bytes]]
 

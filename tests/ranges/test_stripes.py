@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zexport.ranges.computed import ComputedExtent, Stripe, Stripes
-from zexport.ranges.extents import Extent
+from zexport.ranges.source import Extent
 
 _CONTENT = bytes(range(1, 201))
 

@@ -16,7 +16,7 @@ from tests.support.raw_states import States, plain, raw_states, universal_states
 from tests.support.real_cases import FIXTURES, copied
 from zexport import diff_states, open_checkpoint, run_export, verify_export
 from zexport.checkpoint.state import TrainingState
-from zexport.compare.verdict import Cause
+from zexport.diff.verdict import Cause
 from zexport.errors import ZexportError
 from zexport.export.plan import ExportPlan
 from zexport.export.write import VerifyMode

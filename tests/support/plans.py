@@ -19,9 +19,9 @@ from zexport.export.plan import (
     SourceFile,
     TensorPlan,
 )
-from zexport.formats.safetensors_file import HeaderEntry, SafetensorsFrame, build_header
+from zexport.formats.safetensors import HeaderEntry, SafetensorsFrame, build_header
 from zexport.ranges.dtypes import DType
-from zexport.ranges.extents import ByteSource, Extent, Member
+from zexport.ranges.source import ByteSource, Extent, Member
 from zexport.storage.files import version
 
 HUGE = 1 << 20

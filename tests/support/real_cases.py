@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from zexport import TrainingState
-from zexport.ranges.extents import ByteSource
+from zexport.ranges.source import ByteSource
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 _GROUPS = ("z1_", "z2_", "z3_", "hf_trainer_", "accelerate_")

@@ -27,7 +27,6 @@ from zexport.filenames import ADAPTER_CONFIG, CONFIG, MANIFEST_NAME
 from zexport.findings import FindingKind
 from zexport.model.hub_cache import GivenBase, cached_snapshot
 from zexport.options import CheckMode, ExportOptions, checks_arguments
-from zexport.printable import shell_word
 from zexport.storage.contents import read_json_object
 from zexport.storage.files import exists, is_file, is_folder
 from zexport.storage.json import as_table
@@ -35,6 +34,7 @@ from zexport.storage.location import place
 from zexport.storage.locks import check_finished
 from zexport.storage.os_errors import reading
 from zexport.storage.symlink_policy import Boundary
+from zexport.text import shell_word
 
 _HINT_BASE = "Pass the base model of the export, as in --base MODEL"
 

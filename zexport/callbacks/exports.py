@@ -11,13 +11,13 @@ from typing import Any
 
 import msgspec
 
-from zexport.beside.choices import WatchOptions
-from zexport.beside.command_line import words_of
-from zexport.beside.events import EventKind, WatchEvent
-from zexport.beside.jobs import Job, split_command, start_watch
 from zexport.checkpoint.resolve import list_run_checkpoints, list_tags
 from zexport.errors import NotACheckpointError, ZexportError
 from zexport.model.hub_cache import model_folder
+from zexport.monitor.choices import WatchOptions
+from zexport.monitor.command_line import words_of
+from zexport.monitor.events import EventKind, WatchEvent
+from zexport.monitor.jobs import Job, split_command, start_watch
 from zexport.options import ExportOptions
 from zexport.report.failure import Failure
 from zexport.storage.files import absolute, is_folder

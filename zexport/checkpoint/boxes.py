@@ -12,12 +12,11 @@ from msgspec import Struct
 
 from zexport.checkpoint.state import MASTER, MODULE, Cell, Copy, Held, Parameter, Role, bound
 from zexport.errors import IncompleteCheckpointError, LayoutError
-from zexport.formats.inert import TensorRef
+from zexport.formats.pickle_values import TensorRef
 from zexport.formats.torch_file import TorchFile
+from zexport.ranges.compare import CastReplica, Replica
 from zexport.ranges.dtypes import DType, Shape
-from zexport.ranges.extents import ByteSource, Chain, Window
-from zexport.ranges.mosaic import Mosaic, Tile, check_cover, row_major
-from zexport.ranges.replicas import CastReplica, Replica
+from zexport.ranges.source import ByteSource, Chain, Mosaic, Tile, Window, check_cover, row_major
 
 
 class InFiles(Struct, frozen=True):

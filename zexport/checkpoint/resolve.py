@@ -27,7 +27,6 @@ from zexport.errors import (
     UsageError,
 )
 from zexport.filenames import SOURCE_SIDECAR
-from zexport.printable import some
 from zexport.storage.contents import read_regular
 from zexport.storage.files import (
     absolute,
@@ -43,6 +42,7 @@ from zexport.storage.location import last_names
 from zexport.storage.locks import check_finished, is_unfinished
 from zexport.storage.os_errors import reading
 from zexport.storage.symlink_policy import Boundary
+from zexport.text import some
 
 NEWEST = "newest"
 """``--tag newest``: the newest complete checkpoint."""

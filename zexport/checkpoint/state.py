@@ -19,12 +19,12 @@ from msgspec.structs import replace
 
 from zexport.errors import IncompleteCheckpointError, ZexportError, raise_all
 from zexport.findings import Finding, FindingKind
-from zexport.formats.inert import Global
+from zexport.formats.pickle_values import Global
 from zexport.formats.torch_file import TorchFile
-from zexport.printable import brief
+from zexport.ranges.compare import CastReplica, Replica
 from zexport.ranges.dtypes import DType, Shape
-from zexport.ranges.extents import ByteSource
-from zexport.ranges.replicas import CastReplica, Replica
+from zexport.ranges.source import ByteSource
+from zexport.text import brief
 
 if TYPE_CHECKING:
     from zexport.checkpoint.resolve import Location

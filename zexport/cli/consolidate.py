@@ -19,9 +19,9 @@ from zexport.cli.options import (
 )
 from zexport.errors import UsageError
 from zexport.options import ExportDType, dtype_name
-from zexport.printable import shell_word
 from zexport.storage.files import exists
 from zexport.storage.location import local_path
+from zexport.text import shell_word
 
 
 @click.command(short_help="Turn a ZeRO checkpoint into a Hugging Face model folder.")
@@ -106,6 +106,6 @@ def _confirming(ckpts: tuple[Path, ...], mark: str, making: Making) -> Callable[
     """What sees that the checkpoint is as a watch has seen it, where one asks for that."""
     if not mark:
         return lambda: None
-    from zexport.beside.sightings import check_as_seen
+    from zexport.monitor.sightings import check_as_seen
 
     return partial(check_as_seen, ckpts[0], mark, follow=making.follow_symlinks)

@@ -19,7 +19,7 @@ from zexport.cli.streams import put_out
 from zexport.errors import VerificationError
 
 if TYPE_CHECKING:
-    from zexport.compare.diff import DiffReport
+    from zexport.diff.diff import DiffReport
 
 
 @click.command(short_help="Compare two models, such as an export and its base, tensor by tensor.")
@@ -67,8 +67,8 @@ def diff(
     Example: zexport diff model base
     """
     from zexport.cli.progress import progress_printer
-    from zexport.compare.diff import diff_models
-    from zexport.compare.states import are_checkpoints, diff_states
+    from zexport.diff.diff import diff_models
+    from zexport.diff.states import are_checkpoints, diff_states
     from zexport.report.diff import diff_json, print_diff
 
     are_trainings = states or are_checkpoints(a, b)
@@ -95,7 +95,7 @@ def _write_page(html: Path, report: DiffReport, a: Path | None) -> None:
 
 
 def _fails(report: DiffReport, fail_on: str) -> bool:
-    from zexport.compare.verdict import Cause
+    from zexport.diff.verdict import Cause
 
     accepted = {"different": (Cause.NONE,), "not-cast-equal": (Cause.NONE, Cause.ROUNDING)}
     return fail_on != "none" and report.verdict.cause not in accepted[fail_on]

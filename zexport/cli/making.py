@@ -26,8 +26,8 @@ from zexport.cli.part import part_option, ray_option
 from zexport.cli.streams import put_out
 from zexport.errors import NotACheckpointError, UsageError
 from zexport.options import ExportOptions, ReshardOptions, Share
-from zexport.printable import shell_word
 from zexport.storage.files import exists, is_local
+from zexport.text import shell_word
 
 if TYPE_CHECKING:
     from zexport.export.job import OnProgress

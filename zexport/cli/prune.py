@@ -18,7 +18,7 @@ from zexport.cli.options import (
 )
 from zexport.cli.streams import put_out
 from zexport.errors import UsageError
-from zexport.printable import shell_word
+from zexport.text import shell_word
 
 
 @click.command(short_help="Remove the optimizer states of a checkpoint whose export is proved.")
@@ -54,9 +54,9 @@ def prune(
 
     Example: zexport prune run/checkpoint-100 --export models/checkpoint-100
     """
-    from zexport.beside.prune import prune as beside
     from zexport.cli.progress import progress_printer
-    from zexport.report.beside import print_prune
+    from zexport.monitor.prune import prune as beside
+    from zexport.report.monitor import print_prune
 
     if export is None:
         *first, last = map(shell_word, ckpts)

@@ -18,7 +18,7 @@ from zexport.cli.options import (
     verify_option,
 )
 from zexport.options import ReshardOptions, ResumeFormat
-from zexport.printable import shell_word
+from zexport.text import shell_word
 
 
 @click.command(short_help="Turn a ZeRO checkpoint into one for another number of ranks or stage.")

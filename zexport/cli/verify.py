@@ -18,7 +18,7 @@ from zexport.cli.options import (
 from zexport.cli.streams import put_out
 from zexport.errors import UsageError, VerificationError
 from zexport.options import CheckMode
-from zexport.printable import shell_word
+from zexport.text import shell_word
 
 
 @click.command(short_help="Check an export against its manifest and its checkpoint.")

@@ -27,7 +27,7 @@ from zexport.cli.options import (
 from zexport.storage.files import exists
 
 if TYPE_CHECKING:
-    from zexport.beside.events import WatchEvent
+    from zexport.monitor.events import WatchEvent
 
 
 _watch_options = together(
@@ -89,9 +89,9 @@ def watch(
 
     Example: zexport watch run models --dtype bf16 --keep 3
     """
-    from zexport.beside import watch as beside
-    from zexport.beside.choices import WatchOptions
     from zexport.checkpoint.resolve import list_run_checkpoints, list_tags
+    from zexport.monitor import watch as beside
+    from zexport.monitor.choices import WatchOptions
 
     gc.enable()  # unlike other commands it lives for days
     given["interval_s"] = interval
@@ -123,7 +123,7 @@ def _begin(run: Path, outs: Path) -> None:
 
 def _told(events: Iterator[WatchEvent], *, json: bool, quiet: bool) -> Iterator[WatchEvent]:
     """The events, each once it is printed."""
-    from zexport.report.beside import print_event
+    from zexport.report.monitor import print_event
     from zexport.report.text import PlainConsole
 
     warnings: tuple[str, ...] = ()
@@ -139,7 +139,7 @@ def _told(events: Iterator[WatchEvent], *, json: bool, quiet: bool) -> Iterator[
 
 def _end_of_input() -> Callable[[], bool]:
     """Whether standard input has ended, or a byte has said so; all else in it is passed over."""
-    from zexport.beside.jobs import END_OF_INPUT
+    from zexport.monitor.jobs import END_OF_INPUT
 
     is_over = False
 

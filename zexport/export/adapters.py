@@ -24,10 +24,10 @@ from zexport.export.peft_names import PeftName, names_of_adapter, parse_name
 from zexport.export.weights import PEFT_PREFIX, Weights
 from zexport.filenames import ADAPTER_CONFIG
 from zexport.options import AdapterMode, ExportOptions, NameLayout
-from zexport.printable import some
 from zexport.ranges.dtypes import Shape
 from zexport.storage.contents import read_json_object
 from zexport.storage.files import is_file, matching
+from zexport.text import some
 
 _DEFAULT = "default"
 """The adapter that peft saves without a folder of its own."""

@@ -22,21 +22,21 @@ from zexport.errors import (
 from zexport.export.plan import INDEX_FILE, SINGLE_FILE
 from zexport.filenames import ADAPTER_CONFIG, CONFIG, MANIFEST_NAME
 from zexport.findings import Finding, FindingKind
-from zexport.formats.safetensors_file import SafetensorsHeader, read_header, read_index
+from zexport.formats.safetensors import SafetensorsHeader, read_header, read_index
 from zexport.model.config import QUANTIZATION_KEYS, ConfigFile, differences
 from zexport.model.hf_files import affects_model
 from zexport.model.hub_cache import cached_snapshot, hub_id_of, is_hub_id, plain_name
 from zexport.model.names import ModelNames, NamesUnknown
 from zexport.options import ExportOptions
-from zexport.printable import some
+from zexport.ranges.compare import CastReplica, compare_casts, cosines
 from zexport.ranges.dtypes import DType, Shape
 from zexport.ranges.reader import ReadableFile, SourceReader
-from zexport.ranges.replicas import CastReplica, compare_casts, cosines
 from zexport.storage.contents import read_json_object
 from zexport.storage.files import is_file, is_folder, matching, real
 from zexport.storage.json import Json, as_table
 from zexport.storage.os_errors import reading
 from zexport.storage.symlink_policy import Boundary
+from zexport.text import some
 
 HINT_BASE = "Pass the model that this run fine-tuned with --base"
 

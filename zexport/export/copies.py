@@ -21,14 +21,14 @@ from zexport.export.base_model import frozen_in, read_base
 from zexport.export.peft_names import PeftName, names_of_adapter, parse_name
 from zexport.export.weights import PEFT_PREFIX, Weights
 from zexport.filenames import ADAPTER_FILE
-from zexport.formats.safetensors_file import SafetensorsHeader, read_header
+from zexport.formats.safetensors import SafetensorsHeader, read_header
 from zexport.options import CheckMode
-from zexport.printable import some
+from zexport.ranges.compare import CastReplica, compare_casts
 from zexport.ranges.dtypes import Shape
 from zexport.ranges.reader import SourceReader
-from zexport.ranges.replicas import CastReplica, compare_casts
 from zexport.storage.files import is_file, is_link
 from zexport.storage.symlink_policy import Boundary
+from zexport.text import some
 
 Copies = tuple[CastReplica, ...]
 

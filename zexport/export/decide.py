@@ -21,10 +21,10 @@ from zexport.filenames import CONFIG
 from zexport.model.hub_cache import GivenBase
 from zexport.model.names import Fit, ModelNames
 from zexport.options import AdapterMode, Engine, ExportDType, NameLayout, RecordedOptions
-from zexport.printable import placeless, some
-from zexport.ranges.extents import paths_of
+from zexport.ranges.source import paths_of
 from zexport.storage.json import JsonObject, Natural, values_of
 from zexport.storage.location import place
+from zexport.text import placeless, some
 
 
 def decide(inputs: Inputs, out_dir: Path | str) -> ExportPlan:

@@ -24,13 +24,12 @@ from zexport.checkpoint.state import Role, StoredTensor
 from zexport.errors import MissingExtraError, UnsafeError, UnsupportedError
 from zexport.export.plan import ExportPlan, TensorPlan
 from zexport.export.stream import ReadTensor
-from zexport.extras import to_install
-from zexport.formats.pickles import load
+from zexport.formats.pickle_reader import load
 from zexport.formats.torch_file import Container, read_torch_file
-from zexport.ranges.extents import ByteSource, Extent, Window
-from zexport.ranges.ledger import Ledger
-from zexport.ranges.mosaic import Mosaic
+from zexport.optional_deps import to_install
+from zexport.ranges.coverage import Ledger
 from zexport.ranges.reader import SourceReader
+from zexport.ranges.source import ByteSource, Extent, Mosaic, Window
 from zexport.storage.files import matching
 
 if TYPE_CHECKING:

@@ -19,7 +19,6 @@ from zexport.errors import OutputError
 from zexport.export.journal import finished_files, receipt_name
 from zexport.export.plan_file import FileSize
 from zexport.filenames import MANIFEST_NAME, RECEIPTS
-from zexport.printable import some
 from zexport.storage.contents import read_whole
 from zexport.storage.files import (
     check_space,
@@ -43,6 +42,7 @@ from zexport.storage.files import (
 from zexport.storage.local import rename, rename_durably, set_times
 from zexport.storage.locks import locked, locked_file, parents, with_suffix, workplaces
 from zexport.storage.os_errors import writing
+from zexport.text import some
 
 _OLDER = "older"
 """In the journal of a bucket folder: the names of the export that is being replaced."""

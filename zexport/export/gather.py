@@ -50,10 +50,10 @@ from zexport.model.names import ModelNames, NamesUnknown
 from zexport.model.names_client import Learner, NamesClient
 from zexport.model.token_ids import TokenId, file_ids
 from zexport.options import AdapterMode, ExportOptions, NameLayout
-from zexport.printable import some
-from zexport.ranges.replicas import CastReplica
+from zexport.ranges.compare import CastReplica
 from zexport.storage.files import is_file
 from zexport.storage.os_errors import reading
+from zexport.text import some
 
 if TYPE_CHECKING:
     from zexport.ranges.reader import ReadableFile

@@ -31,8 +31,8 @@ from zexport.model.hub_cache import GivenBase
 from zexport.model.names import Fit
 from zexport.model.token_ids import ADDED_TOKENS, TokenId, config_ids
 from zexport.options import AdapterMode
-from zexport.printable import some
 from zexport.ranges.dtypes import DType
+from zexport.text import some
 
 HEAD_FILE = "value_head.safetensors"
 OTHER_FILE = "other_weights.safetensors"

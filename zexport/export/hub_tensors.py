@@ -15,8 +15,7 @@ from zexport.model.names import ModelNames
 from zexport.model.names_client import Learner
 from zexport.options import ExportOptions, NameLayout
 from zexport.ranges.dtypes import Shape
-from zexport.ranges.extents import ByteSource, Window
-from zexport.ranges.mosaic import Mosaic, Tile, row_major
+from zexport.ranges.source import ByteSource, Mosaic, Tile, Window, row_major
 
 _KEEP_NAMES = "Keep the in-memory names and shapes with --layout memory"
 

@@ -47,12 +47,12 @@ from zexport.export.write import (
 from zexport.filenames import MANIFEST_NAME
 from zexport.findings import Finding, FindingKind
 from zexport.options import Share
-from zexport.printable import shown, some
-from zexport.ranges.casts import Statistics
+from zexport.ranges.cast import Statistics
 from zexport.ranges.dtypes import DType
 from zexport.storage.contents import read_whole
 from zexport.storage.files import is_file, is_folder, leaves, remove, write_durably
 from zexport.storage.os_errors import reading, writing
+from zexport.text import shown, some
 
 OnProgress = Callable[[Progress], None]
 Reader = Callable[[WeightReader], ReadTensor]

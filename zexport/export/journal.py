@@ -20,9 +20,9 @@ from msgspec import Struct
 from zexport.errors import OutputError
 from zexport.filenames import RECEIPTS
 from zexport.findings import Finding
-from zexport.ranges.casts import Statistics
-from zexport.ranges.digests import DIGEST_NBYTES, FileDigests
-from zexport.ranges.ledger import Ranges
+from zexport.ranges.cast import Statistics
+from zexport.ranges.coverage import Ranges
+from zexport.ranges.digest import DIGEST_NBYTES, FileDigests
 from zexport.storage.contents import read_whole
 from zexport.storage.files import (
     children,

@@ -10,10 +10,10 @@ import numpy as np
 from zexport.export.plan import ExportPlan, TensorPlan
 from zexport.export.proof import WeightReader
 from zexport.findings import Finding, FindingKind
-from zexport.ranges.casts import bits_seen_as
+from zexport.ranges.cast import bits_seen_as
 from zexport.ranges.computed import ComputedExtent, LowRankUpdate, ScaledSum
 from zexport.ranges.dtypes import DType
-from zexport.ranges.extents import Read
+from zexport.ranges.source import Read
 
 _TENSORS_MAX = 128
 _SAMPLE_NUMEL = 1024

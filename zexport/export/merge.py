@@ -24,10 +24,10 @@ from zexport.export.peft_names import names_of_adapter, parse_name
 from zexport.export.weights import Weights
 from zexport.model.names import ModelNames, NamesUnknown
 from zexport.options import Engine, ExportOptions
-from zexport.printable import some
 from zexport.ranges.computed import Elements, Factors, LowRankUpdate, Recast, ScaledSum
 from zexport.ranges.dtypes import DType
-from zexport.ranges.extents import Chain, Window
+from zexport.ranges.source import Chain, Window
+from zexport.text import some
 
 Tensors = Mapping[str, StoredTensor]
 

@@ -14,10 +14,10 @@ from zexport.model.config import ConfigFile, with_stored_sizes
 from zexport.model.names import Fit, ModelNames, NamesUnknown, Stored, best_fit, wrapper_prefixes
 from zexport.model.names_client import Learner
 from zexport.options import ExportOptions, NameLayout
-from zexport.printable import some
-from zexport.ranges.extents import Read
+from zexport.ranges.compare import are_equal
 from zexport.ranges.reader import ReadableFile, SourceReader
-from zexport.ranges.replicas import are_equal
+from zexport.ranges.source import Read
+from zexport.text import some
 
 _TASKS = {
     "SEQ_CLS": ("ForSequenceClassification",),

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from zexport.errors import OutputError, VerificationError, ZexportError
 from zexport.export.plan import FilePlan, qualified, qualified_by_file
-from zexport.formats.inert import TensorRef
-from zexport.formats.safetensors_file import FileTensor, read_header
+from zexport.formats.pickle_values import TensorRef
+from zexport.formats.safetensors import FileTensor, read_header
 from zexport.formats.torch_file import read_torch_file
 from zexport.formats.torch_writer import tensors_in
-from zexport.ranges.extents import Extent
+from zexport.ranges.source import Extent
 
 
 def is_safetensors(filename: str) -> bool:

@@ -14,7 +14,6 @@ from zexport.errors import DamagedCheckpointError, OutputError, VerificationErro
 from zexport.export.manifest import Manifest, read_manifest, source_entries
 from zexport.export.plan import ExportPlan, Origin
 from zexport.filenames import CONFIG, MANIFEST_NAME
-from zexport.printable import some
 from zexport.storage.contents import read_json_object
 from zexport.storage.files import (
     children,
@@ -27,6 +26,7 @@ from zexport.storage.files import (
 )
 from zexport.storage.location import home, is_mount, working_folder
 from zexport.storage.os_errors import reading, writing
+from zexport.text import some
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "adapter_model.bin")
 _IN_FOLDERS = (

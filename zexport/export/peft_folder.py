@@ -23,8 +23,8 @@ from zexport.export.plan import DTYPES, FilePlan, SideFile, plan_file, qualified
 from zexport.export.weights import PEFT_PREFIX
 from zexport.filenames import ADAPTER_CONFIG, ADAPTER_FILE, README
 from zexport.model.card import model_card, paragraphs_of
-from zexport.printable import some
 from zexport.ranges.dtypes import DType
+from zexport.text import some
 
 _FACTORS = (".lora_embedding_A", ".lora_A.weight")
 

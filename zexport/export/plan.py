@@ -11,16 +11,16 @@ from msgspec import Struct
 
 from zexport.checkpoint.state import StoredTensor, TrainingState, source_of
 from zexport.findings import Finding, FindingKind
-from zexport.formats.safetensors_file import HeaderEntry, SafetensorsFrame, build_header
+from zexport.formats.safetensors import HeaderEntry, SafetensorsFrame, build_header
 from zexport.formats.torch_writer import TorchFrame, TorchRecords, lay_out
 from zexport.model.hub_cache import GivenBase
 from zexport.options import CheckMode, ExportDType
-from zexport.printable import brief
+from zexport.ranges.compare import CastReplica, Replica
 from zexport.ranges.dtypes import DType
-from zexport.ranges.extents import ByteSource, Member
-from zexport.ranges.replicas import CastReplica, Replica
+from zexport.ranges.source import ByteSource, Member
 from zexport.storage.json import Json, Natural
 from zexport.storage.storage import Version
+from zexport.text import brief
 
 if TYPE_CHECKING:
     from zexport.ranges.reader import ReadableFile
@@ -285,7 +285,7 @@ def plan_torch_file(filename: str, value: object) -> FilePlan:
     """Return the plan of a torch file that ``torch.load`` reads as ``value``.
 
     ``value`` consists of plain Python values, ``TensorLeaf`` and the classes of
-    ``zexport.formats.inert``; its tensors are named by their key path.
+    ``zexport.formats.pickle_values``; its tensors are named by their key path.
     """
     frame, placed = lay_out(value, PurePosixPath(filename).stem)
     tensors = tuple(

@@ -33,11 +33,11 @@ from zexport.export.plan import (
     TensorPlan,
 )
 from zexport.findings import Finding, FindingKind
-from zexport.formats.safetensors_file import SafetensorsFrame
+from zexport.formats.safetensors import SafetensorsFrame
 from zexport.formats.torch_writer import Record, TorchFrame, TorchRecords
 from zexport.model.hub_cache import GivenBase
 from zexport.options import CheckMode
-from zexport.ranges import computed, extents, mosaic, replicas
+from zexport.ranges import compare, computed, source
 from zexport.ranges.dtypes import DType
 from zexport.storage.files import changed_ns, real
 from zexport.storage.location import place
@@ -100,10 +100,10 @@ class SealedPlan(Struct, frozen=True):
 _RECORDS: tuple[type, ...] = (
     *(FilePlan, TensorPlan, SideFile, SourceFile, Origin, Form, GivenBase, Finding, Version),
     *(SafetensorsFrame, TorchRecords, Record, DType, FindingKind, CheckMode),
-    *(extents.Extent, extents.Chain, extents.Window, extents.Striped, extents.Member),
+    *(source.Extent, source.Chain, source.Window, source.Striped, source.Member),
     *(computed.Elements, computed.Recast, computed.ScaledSum, computed.Factors, computed.Zeros),
-    *(computed.LowRankUpdate, computed.Stripes, computed.Stripe, mosaic.Mosaic, mosaic.Tile),
-    *(replicas.Replica, replicas.CastReplica),
+    *(computed.LowRankUpdate, computed.Stripes, computed.Stripe, source.Mosaic, source.Tile),
+    *(compare.Replica, compare.CastReplica),
 )
 """All types in a plan except plain values; a record starts with its number in this list."""
 

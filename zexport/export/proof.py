@@ -20,12 +20,12 @@ from zexport.errors import DamagedCheckpointError, UnsupportedError, raise_all
 from zexport.export.plan import ExportPlan, SourceFile
 from zexport.findings import Finding, FindingKind
 from zexport.options import CheckMode
-from zexport.printable import some
-from zexport.ranges.extents import ByteSource, Places, paths_of
-from zexport.ranges.ledger import Ledger, Ranges
+from zexport.ranges.compare import CastReplica, Comparison, Replica, are_equal, compare_casts
+from zexport.ranges.coverage import Ledger, Ranges
 from zexport.ranges.reader import ReadableFile, SourceReader
-from zexport.ranges.replicas import CastReplica, Comparison, Replica, are_equal, compare_casts
+from zexport.ranges.source import ByteSource, Places, paths_of
 from zexport.storage.json import Natural
+from zexport.text import some
 
 _NO_OWNER = ""
 """Owner of copies that no exported tensor has the name of."""

@@ -22,7 +22,7 @@ from zexport.export.job import TURN_SECONDS, Job, OnProgress, begin, finish, loa
 from zexport.export.progress import Phase, Progress
 from zexport.export.report import ExportReport, PartReport
 from zexport.export.write import VerifyMode
-from zexport.extras import to_install
+from zexport.optional_deps import to_install
 from zexport.options import Share
 from zexport.storage.client import first_line, options_in_use, use_storage_options
 from zexport.storage.files import refresh

@@ -29,8 +29,8 @@ from zexport.export.stream import read_plainly
 from zexport.export.write import VerifyMode
 from zexport.filenames import MANIFEST_NAME
 from zexport.options import Share
-from zexport.printable import some
 from zexport.storage.files import exists, is_file
+from zexport.text import some
 
 
 def export(

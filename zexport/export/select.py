@@ -32,8 +32,8 @@ from zexport.model.names import (
     difference,
 )
 from zexport.options import ExportOptions, NameLayout
-from zexport.printable import some
 from zexport.ranges.dtypes import DType, Shape
+from zexport.text import some
 
 _KEEP_NAMES = "export with --layout memory, which keeps the checkpoint's names"
 

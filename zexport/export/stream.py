@@ -19,11 +19,11 @@ from msgspec import Struct
 
 from zexport.export.plan import ExportPlan, FilePlan, TensorPlan
 from zexport.ranges.ahead import announced
-from zexport.ranges.casts import Statistics, cast_into, statistics_of
-from zexport.ranges.digests import FileDigests
-from zexport.ranges.extents import ByteSource
-from zexport.ranges.ledger import Ledger
+from zexport.ranges.cast import Statistics, cast_into, statistics_of
+from zexport.ranges.coverage import Ledger
+from zexport.ranges.digest import FileDigests
 from zexport.ranges.reader import SourceReader
+from zexport.ranges.source import ByteSource
 
 _ITEMSIZE_MAX = 8
 

@@ -29,9 +29,9 @@ from zexport.export.proof import WeightReader
 from zexport.export.stream import read_plainly, stream
 from zexport.export.write import READBACK_THREADS
 from zexport.filenames import MANIFEST_NAME
-from zexport.formats.safetensors_file import FileTensor
+from zexport.formats.safetensors import FileTensor
 from zexport.model.hub_cache import GivenBase
-from zexport.ranges.digests import FileDigests, digest_tensors
+from zexport.ranges.digest import FileDigests, digest_tensors
 from zexport.storage.contents import read_json_object
 from zexport.storage.files import listed_version, names_below, version
 from zexport.storage.json import JsonReport, Natural, as_list, as_table

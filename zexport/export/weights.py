@@ -10,8 +10,8 @@ from msgspec import Struct
 from zexport.checkpoint.state import Role, StoredTensor, TrainingState
 from zexport.errors import UsageError
 from zexport.model.names import without_inner_wrappers
-from zexport.printable import some
 from zexport.ranges.dtypes import Shape
+from zexport.text import some
 
 PEFT_PREFIX = "base_model.model."
 """Prefix of a PEFT model's names, in memory and in adapter files."""

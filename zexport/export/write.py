@@ -17,7 +17,7 @@ from zexport.export.output_files import check_opens
 from zexport.export.plan import ExportPlan, FilePlan, SideFile
 from zexport.export.progress import Meter
 from zexport.export.stream import ReadTensor, StreamedFile, stream
-from zexport.ranges.digests import crc32_of_file, digest_file
+from zexport.ranges.digest import crc32_of_file, digest_file
 from zexport.ranges.reader import SourceReader
 from zexport.storage.files import (
     exists,

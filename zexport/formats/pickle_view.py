@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from msgspec import Struct
 
 from zexport.errors import DamagedCheckpointError, UnsafeError
-from zexport.formats.inert import MAX_NDIM, MAX_SIZE, Opaque, TensorRef
+from zexport.formats.pickle_values import MAX_NDIM, MAX_SIZE, Opaque, TensorRef
 from zexport.formats.torch_file import TorchFile
 from zexport.ranges.dtypes import Shape
 

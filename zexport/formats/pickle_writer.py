@@ -17,14 +17,14 @@ from operator import mul
 from typing import TypeAlias
 
 from zexport.errors import UnsafeError
-from zexport.formats.inert import Global, Made, Opaque, OpaqueKey, Ordered, Size, TensorLeaf
-from zexport.formats.known_globals import (
+from zexport.formats.pickle_globals import (
     REBUILD_TENSOR,
     REBUILD_TENSOR_V3,
     STORAGES,
     is_carried,
     is_carried_call,
 )
+from zexport.formats.pickle_values import Global, Made, Opaque, OpaqueKey, Ordered, Size, TensorLeaf
 from zexport.ranges.dtypes import Shape
 
 _ORDERED_DICT = Global("collections", "OrderedDict")
@@ -46,7 +46,7 @@ _Task: TypeAlias = tuple[Callable[..., None], object]
 def dump(value: object, number_of: Callable[[TensorLeaf], int]) -> bytes:
     """The pickle of ``value``, the same bytes for the same value.
 
-    ``value`` is of plain Python values and the classes of ``zexport.formats.inert``, with a
+    ``value`` is of plain Python values and the classes of ``zexport.formats.pickle_values``, with a
     ``TensorLeaf`` where a tensor is to be; ``number_of`` gives the number of its record. What is
     one object in ``value`` is one when the pickle is loaded.
     """

@@ -22,10 +22,10 @@ from typing import TypeVar
 
 from msgspec import Struct
 
-from zexport.formats.inert import Opaque, OpaqueKey, Ordered, TensorLeaf
+from zexport.formats.pickle_values import Opaque, OpaqueKey, Ordered, TensorLeaf
 from zexport.formats.pickle_writer import dump
-from zexport.printable import printable
 from zexport.ranges.dtypes import DType
+from zexport.text import printable
 
 _ALIGNMENT = 64
 

@@ -31,8 +31,8 @@ from zexport.checkpoint.state import FileKind, TrainingState
 from zexport.checkpoint.zero.file_names import RankFile, rank_files
 from zexport.checkpoint.zero.records import optimizer_states
 from zexport.errors import CheckpointError, ZexportError
-from zexport.formats.inert import TensorRef
-from zexport.formats.safetensors_file import read_header
+from zexport.formats.pickle_values import TensorRef
+from zexport.formats.safetensors import read_header
 from zexport.formats.torch_file import read_torch_file
 from zexport.storage.files import is_file, leaves, matching, version
 from zexport.storage.os_errors import reading

@@ -17,7 +17,6 @@ from zexport.export.adapters import adapters_in, find_config, is_peft
 from zexport.export.peft_config import AdapterConfig
 from zexport.export.peft_names import parse_name
 from zexport.export.weights import Weights
-from zexport.extras import lack_for_names, to_have_names
 from zexport.filenames import CONFIG
 from zexport.inspect.around import (
     TagSummary,
@@ -27,12 +26,13 @@ from zexport.inspect.around import (
     summarize_tags,
 )
 from zexport.model.hf_files import find_hf_files
+from zexport.optional_deps import lack_for_names, to_have_names
 from zexport.options import ExportOptions
-from zexport.printable import shell_word
 from zexport.ranges.dtypes import DType
 from zexport.storage.files import absolute
 from zexport.storage.location import place
 from zexport.storage.os_errors import reading
+from zexport.text import shell_word
 
 
 class Outcome(Enum):

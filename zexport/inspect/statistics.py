@@ -20,8 +20,8 @@ from zexport.errors import DamagedCheckpointError, UnsupportedError, ZexportErro
 from zexport.export.progress import Meter, Progress
 from zexport.export.proof import WeightReader, account
 from zexport.ranges.ahead import announced
-from zexport.ranges.casts import NUMPY
-from zexport.ranges.extents import ByteSource
+from zexport.ranges.cast import NUMPY
+from zexport.ranges.source import ByteSource
 
 _BUFFER_NBYTES = 1 << 20
 """Small enough that a block stays in the cache while it is looked at several times."""

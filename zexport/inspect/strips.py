@@ -9,8 +9,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from zexport.checkpoint.state import FileKind, Role, StoredTensor, TrainingState
-from zexport.ranges.extents import ByteSource, Extent, Places
-from zexport.ranges.mosaic import Mosaic
+from zexport.ranges.source import ByteSource, Extent, Mosaic, Places
 
 _PIECES = 1000
 """A strip is drawn about so many points wide: what is narrower joins its neighbours."""

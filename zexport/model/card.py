@@ -10,9 +10,9 @@ from zexport import __version__
 from zexport.checkpoint.state import TrainingState
 from zexport.model.hf_files import HfFiles
 from zexport.model.hub_cache import hub_id_of, is_hub_id
-from zexport.printable import placeless, printable
 from zexport.ranges.dtypes import DType
 from zexport.storage.contents import read_range
+from zexport.text import placeless, printable
 
 _TAGS = ("zexport", "deepspeed")
 _UNFILLED, _CARD_NBYTES = b"[More Information Needed]", 1 << 16

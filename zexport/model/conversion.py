@@ -21,7 +21,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from zexport.ranges.mosaic import row_major
+from zexport.ranges.source import row_major
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -15,11 +15,11 @@ from msgspec import Struct
 from zexport.errors import DamagedCheckpointError, NotACheckpointError
 from zexport.filenames import CONFIG, GENERATION_CONFIG, README, SOURCE_SIDECAR, TOKENIZER_CONFIG
 from zexport.model.config import ConfigFile
-from zexport.printable import some
 from zexport.storage.contents import read_json_object, read_range, read_regular, same_bytes
 from zexport.storage.files import children, is_file, is_folder, matching, real, version
 from zexport.storage.json import Json, as_table, several
 from zexport.storage.symlink_policy import Boundary
+from zexport.text import some
 
 Files = Mapping[str, Path]
 """Files by their name in the output."""

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Struct, field
 
 from zexport.ranges.dtypes import Shape
-from zexport.ranges.mosaic import row_major
+from zexport.ranges.source import row_major
 from zexport.storage.json import Natural
 
 

@@ -13,8 +13,8 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from zexport.model.hub_layout import HubLayout, whole
-from zexport.printable import some
 from zexport.ranges.dtypes import DType, Shape
+from zexport.text import some
 
 Stored = Mapping[str, Shape | None]
 """Stored names with their shapes; ``None`` if no file has the values."""

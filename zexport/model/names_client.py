@@ -17,11 +17,11 @@ from msgspec import Raw, Struct
 from msgspec.structs import replace
 
 from zexport.errors import MissingExtraError
-from zexport.extras import HUB_WANTED, installed, lack_for_names, to_have_names
 from zexport.filenames import SOURCE_SIDECAR
 from zexport.model.config import ConfigFile
 from zexport.model.hub_layout import StoredLayout
 from zexport.model.names import Fit, ModelNames, NamesUnknown, Stored, best_fit
+from zexport.optional_deps import HUB_WANTED, installed, lack_for_names, to_have_names
 from zexport.storage.contents import read_regular
 from zexport.storage.files import exists, matching, write_durably
 from zexport.storage.json import Json, as_table

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from zexport.ranges.casts import cast_into
+from zexport.ranges.cast import cast_into
 from zexport.ranges.computed import Computed, Elements, LowRankUpdate, Recast, ScaledSum, Zeros
 from zexport.ranges.dtypes import DType
-from zexport.ranges.extents import Read
+from zexport.ranges.source import Read
 
 if TYPE_CHECKING:
     import numpy.typing as npt

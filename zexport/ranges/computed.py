@@ -16,7 +16,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from zexport.ranges.dtypes import DType
-from zexport.ranges.extents import ByteSource, Extent, all_within
+from zexport.ranges.source import ByteSource, Extent, all_within
 
 _PLACE = Path("computed")
 """What stands for a file in an extent of bytes that are in none."""

@@ -15,9 +15,8 @@ from typing import Protocol, Self
 from zexport.errors import CheckpointError, DamagedCheckpointError
 from zexport.ranges.calculator import Calculator, Kept
 from zexport.ranges.computed import ComputedExtent
-from zexport.ranges.extents import ByteSource, Extent, Member, Window
-from zexport.ranges.ledger import Ledger, Range
-from zexport.ranges.mosaic import Mosaic, gather
+from zexport.ranges.coverage import Ledger, Range
+from zexport.ranges.source import ByteSource, Extent, Member, Mosaic, Window, gather
 from zexport.storage.files import is_local, open_input, version
 from zexport.storage.storage import InputFile, Version
 

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from zexport.compare.tensor import Outcome, TensorDiff
-from zexport.compare.verdict import share, words
+from zexport.diff.tensor import Outcome, TensorDiff
+from zexport.diff.verdict import share, words
 from zexport.report.text import Console, print_facts, print_line, print_rest, print_table, wrapped
 from zexport.storage.json import JsonObject, form_of
 
 if TYPE_CHECKING:
-    from zexport.compare.diff import DiffReport, ModuleDiff
-    from zexport.compare.tensor import PairValues
+    from zexport.diff.diff import DiffReport, ModuleDiff
+    from zexport.diff.tensor import PairValues
 
 _ROWS_SHOWN = 10
 _WIDTH = 80

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from zexport.export.plan import WEIGHTS_ONLY
-from zexport.printable import some
 from zexport.report.text import (
     Console,
     duration,
@@ -23,6 +22,7 @@ from zexport.report.text import (
     print_text,
     size,
 )
+from zexport.text import some
 
 if TYPE_CHECKING:
     from zexport.export.plan import Form, Origin

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from zexport.checkpoint.state import CheckpointFile, Role, TrainingState
 from zexport.export.plan import Origin
 from zexport.inspect.inspect import AdapterSummary, Inspection, Outcome
-from zexport.printable import some
 from zexport.ranges.dtypes import DType
 from zexport.report.text import (
     Console,
@@ -23,6 +22,7 @@ from zexport.report.text import (
     print_text,
     size,
 )
+from zexport.text import some
 
 if TYPE_CHECKING:
     from zexport.inspect.around import TagSummary, WeightFile

@@ -14,8 +14,8 @@ from typing import IO, TYPE_CHECKING, TypeAlias
 
 from msgspec import Struct
 
-from zexport.printable import printable
 from zexport.storage.location import working_folder
+from zexport.text import printable
 
 if TYPE_CHECKING:
     from rich.console import Console as StyledConsole

@@ -20,11 +20,11 @@ from zexport.errors import CheckpointError, ZexportError
 from zexport.export.plan import SideFile
 from zexport.filenames import MANIFEST_NAME
 from zexport.formats.torch_file import read_torch_file
-from zexport.printable import shown, some
 from zexport.storage.contents import read_json_object
 from zexport.storage.files import children, exists, is_file, is_folder, leaves
 from zexport.storage.json import JsonObject
 from zexport.storage.os_errors import reading
+from zexport.text import shown, some
 from zexport.train.options import OPTIONS_FILE, without_auto
 
 

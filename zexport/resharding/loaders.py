@@ -14,8 +14,7 @@ from zexport.checkpoint.zero.flat_groups import MOMENTUM, is_per_parameter
 from zexport.checkpoint.zero.records import ZERO3
 from zexport.checkpoint.zero.universal import STEP
 from zexport.errors import UnsupportedError
-from zexport.formats.inert import TensorRef
-from zexport.printable import some
+from zexport.formats.pickle_values import TensorRef
 from zexport.resharding.model_files import module_entries
 from zexport.resharding.settings import (
     SUB_GROUP_SIZE,
@@ -25,6 +24,7 @@ from zexport.resharding.settings import (
 )
 from zexport.resharding.universal_files import shared_settings
 from zexport.resharding.values import records_of, slots_of
+from zexport.text import some
 
 _ADAMS = ("exp_avg", "exp_avg_sq")
 """The only optimizer states that ZeRO-3 loads."""

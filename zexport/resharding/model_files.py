@@ -13,7 +13,7 @@ from zexport.checkpoint.zero.flat_groups import partition_numel
 from zexport.checkpoint.zero.module_names import is_placeholder
 from zexport.checkpoint.zero.records import ZERO3
 from zexport.errors import FrozenLeftOutError
-from zexport.formats.inert import Ordered, Size, TensorLeaf, TensorRef
+from zexport.formats.pickle_values import Ordered, Size, TensorLeaf, TensorRef
 from zexport.ranges.computed import Stripe, Stripes, Zeros
 from zexport.ranges.dtypes import DType, Shape
 from zexport.resharding.optimizer_files import Place, flat_leaf

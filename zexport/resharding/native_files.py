@@ -11,7 +11,7 @@ from zexport.checkpoint.zero.file_names import rank_file_name
 from zexport.checkpoint.zero.records import ZERO3, ModelStates
 from zexport.errors import UsageError
 from zexport.export.plan import FilePlan, plan_torch_file
-from zexport.formats.inert import TensorLeaf
+from zexport.formats.pickle_values import TensorLeaf
 from zexport.ranges.dtypes import DType
 from zexport.resharding.model_files import ModelFiles
 from zexport.resharding.optimizer_files import Place, flatten, optimizer_value

@@ -17,11 +17,11 @@ from zexport.checkpoint.zero.flat_groups import (
 )
 from zexport.checkpoint.zero.records import ZERO3
 from zexport.errors import DamagedCheckpointError, UnsupportedError
-from zexport.formats.inert import TensorLeaf
+from zexport.formats.pickle_values import TensorLeaf
 from zexport.formats.pickle_view import PickleView
 from zexport.ranges.computed import Stripe, Stripes, Zeros
 from zexport.ranges.dtypes import DType
-from zexport.ranges.extents import ByteSource, Chain, Window
+from zexport.ranges.source import ByteSource, Chain, Window
 from zexport.resharding.settings import TargetSettings
 from zexport.resharding.values import (
     loss_scaler,

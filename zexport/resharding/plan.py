@@ -18,10 +18,9 @@ from zexport.export.plan import ExportPlan, FilePlan, Form, Origin, SideFile, So
 from zexport.export.proof import Accounting, account
 from zexport.export.summary import share_memory
 from zexport.options import CheckMode, ReshardOptions, ResumeFormat
-from zexport.printable import some
+from zexport.ranges.compare import CastReplica, Replica
 from zexport.ranges.dtypes import DType
-from zexport.ranges.extents import ByteSource, paths_of
-from zexport.ranges.replicas import CastReplica, Replica
+from zexport.ranges.source import ByteSource, paths_of
 from zexport.resharding.changes import batch_of, describe_batch_change, describe_config_changes
 from zexport.resharding.folders import Beside, Ranks, beside
 from zexport.resharding.loaders import HOW_TO_LOAD, check_loadable, lost_in_loading
@@ -42,6 +41,7 @@ from zexport.resharding.values import records_of, unwritable
 from zexport.storage.contents import read_json_object
 from zexport.storage.json import values_of
 from zexport.storage.location import place
+from zexport.text import some
 
 _BY_ORDER = (
     "optimizer states are numbered, and matched to weights in the model's order. If the optimizer "

@@ -32,7 +32,14 @@ from zexport.checkpoint.zero.ranks import Ranks, no_optimizer
 from zexport.checkpoint.zero.records import Kept, ModelStates, OptimizerStates, scalar
 from zexport.checkpoint.zero.stage0 import ROUNDED, numbered_groups, optimizer_of
 from zexport.errors import IncompleteCheckpointError, UnsupportedError
-from zexport.formats.inert import ForeignStorage, Opaque, Ordered, Size, StorageRef, TensorRef
+from zexport.formats.pickle_values import (
+    ForeignStorage,
+    Opaque,
+    Ordered,
+    Size,
+    StorageRef,
+    TensorRef,
+)
 from zexport.formats.pickle_view import PickleView
 from zexport.formats.torch_file import TorchFile
 

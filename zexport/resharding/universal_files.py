@@ -34,7 +34,7 @@ from zexport.checkpoint.zero.tensor_parallel import (
 from zexport.checkpoint.zero.universal import FOLDER, OPTIMIZER_STATE, STEP
 from zexport.errors import UnsafeError, UnsupportedError
 from zexport.export.plan import FilePlan, plan_torch_file
-from zexport.formats.inert import TensorLeaf
+from zexport.formats.pickle_values import TensorLeaf
 from zexport.resharding.model_files import ModelFiles
 from zexport.resharding.optimizer_files import Place, inner_of, kept_of_run, version_in
 from zexport.resharding.settings import TargetSettings, UniversalSettings, models_of

@@ -18,7 +18,8 @@ from zexport.checkpoint.zero.file_names import parse_name
 from zexport.checkpoint.zero.records import ModelStates
 from zexport.errors import UnsafeError
 from zexport.export.plan import FilePlan, plan_torch_file
-from zexport.formats.inert import (
+from zexport.formats.pickle_globals import FRAGMENT
+from zexport.formats.pickle_values import (
     FragmentAddress,
     Global,
     Made,
@@ -27,12 +28,11 @@ from zexport.formats.inert import (
     TensorLeaf,
     TensorRef,
 )
-from zexport.formats.known_globals import FRAGMENT
 from zexport.formats.pickle_view import PickleView, view
 from zexport.formats.torch_file import TorchFile
 from zexport.formats.torch_writer import lay_out
 from zexport.ranges.dtypes import DType
-from zexport.ranges.extents import ByteSource
+from zexport.ranges.source import ByteSource
 
 _DEPTH_MAX = 100
 _LOSS_SCALERS = "deepspeed.runtime.fp16.loss_scaler"

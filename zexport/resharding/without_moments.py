@@ -11,7 +11,7 @@ from zexport.checkpoint.state import Recorded, Structure, TrainingState
 from zexport.checkpoint.zero.records import PRUNED, OptimizerStates
 from zexport.errors import UnsupportedError
 from zexport.export.plan import FilePlan, plan_torch_file
-from zexport.formats.inert import TensorRef
+from zexport.formats.pickle_values import TensorRef
 from zexport.formats.pickle_view import view
 from zexport.resharding.values import unwritable, with_leaves
 

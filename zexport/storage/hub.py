@@ -10,8 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from zexport.errors import MissingExtraError, OutputError, UsageError
-from zexport.printable import shell_word, some
 from zexport.storage.client import first_line
+from zexport.text import shell_word, some
 
 _LAST = ("config.json", "adapter_config.json", "*.index.json", "zexport_manifest.json")
 """Files without which no library loads a folder, uploaded last."""

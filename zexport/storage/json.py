@@ -8,7 +8,7 @@ from typing import Annotated, TypeAlias, TypeVar, cast
 
 import msgspec
 
-from zexport.printable import brief
+from zexport.text import brief
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 JsonObject: TypeAlias = "dict[str, Json]"

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from zexport.errors import OutputError, ZexportError
 from zexport.filenames import MANIFEST_NAME, RECEIPTS
-from zexport.printable import shell_word
 from zexport.storage import local
 from zexport.storage.files import exists, is_file, is_folder, is_local, make_folder
 from zexport.storage.os_errors import writing
+from zexport.text import shell_word
 
 _PARTIAL = ".partial"
 _LOCK_SECONDS = 0.1  # its owner may be removing it right now

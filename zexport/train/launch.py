@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from zexport.errors import MissingExtraError, OutputError, TrainingError, UsageError, ZexportError
-from zexport.extras import HUB_WANTED, lack_for_names, to_install
+from zexport.optional_deps import HUB_WANTED, lack_for_names, to_install
 from zexport.storage.files import write_durably
 from zexport.storage.local import open_log, remove_if_possible
 from zexport.train.options import TrainOptions, TrainSummary, check_free, settled

@@ -29,15 +29,14 @@ from zexport.checkpoint.fsdp.tree import (
 )
 from zexport.checkpoint.state import MASTER, Role
 from zexport.errors import IncompleteCheckpointError, UnsupportedError
-from zexport.formats.inert import Global, Opaque, OpaqueKey
-from zexport.formats.known_globals import DTYPES
+from zexport.formats.pickle_globals import DTYPES
+from zexport.formats.pickle_reader import load
+from zexport.formats.pickle_values import Global, Opaque, OpaqueKey
 from zexport.formats.pickle_view import PickleView
-from zexport.formats.pickles import load
-from zexport.formats.torch_file import located
-from zexport.formats.torch_zip import opened
+from zexport.formats.torch_file import located, opened
 from zexport.formats.zip_directory import data_offset, read_directory, read_record
 from zexport.ranges.dtypes import DType, Shape
-from zexport.ranges.extents import ByteSource, Extent, Member
+from zexport.ranges.source import ByteSource, Extent, Member
 from zexport.storage.contents import read_whole
 from zexport.storage.files import is_file, version
 from zexport.storage.storage import Version

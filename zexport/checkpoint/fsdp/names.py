@@ -12,7 +12,7 @@ from zexport.checkpoint.fsdp.tree import Joined, Keys, Tree
 from zexport.checkpoint.state import MASTER, MODULE, Cell, Copy, Parameter, Role, by_role
 from zexport.checkpoint.zero.stage0 import match_in_order
 from zexport.errors import IncompleteCheckpointError, LayoutError, UnsupportedError
-from zexport.printable import some
+from zexport.text import some
 
 States = Mapping[str, Mapping[str, Joined]]
 """Tensors of an optimizer, without ``step``, by its name (or number) of a parameter, and by key."""

@@ -32,11 +32,11 @@ from zexport.checkpoint.fsdp.tree import (
 )
 from zexport.checkpoint.state import MASTER, Role
 from zexport.checkpoint.zero.file_names import ranges
-from zexport.formats.inert import Global, Opaque, TensorRef
+from zexport.formats.pickle_values import Global, Opaque, TensorRef
 from zexport.formats.pickle_view import PickleView, view
 from zexport.formats.torch_file import read_torch_file
 from zexport.ranges.dtypes import Shape
-from zexport.ranges.mosaic import row_major
+from zexport.ranges.source import row_major
 
 _KNOWN = (
     "torch._tensor._rebuild_from_type_v2",

@@ -18,7 +18,7 @@ from zexport.checkpoint.fsdp.tree import Joined, Keys, Tree, damaged, missing, p
 from zexport.checkpoint.state import MASTER, Parameter, Role
 from zexport.checkpoint.zero.file_names import ranges
 from zexport.formats.pickle_view import PickleView
-from zexport.formats.safetensors_file import SafetensorsHeader, read_header
+from zexport.formats.safetensors import SafetensorsHeader, read_header
 from zexport.storage.contents import read_json_object
 from zexport.storage.files import is_file
 

@@ -13,7 +13,7 @@ from zexport.checkpoint.boxes import Piece
 from zexport.checkpoint.state import Copy, Held, Parameter, Role
 from zexport.checkpoint.zero.ranks import FROM_NODES
 from zexport.errors import DamagedCheckpointError, IncompleteCheckpointError, UnsafeError
-from zexport.formats.inert import MAX_SIZE, Global, Opaque
+from zexport.formats.pickle_values import MAX_SIZE, Global, Opaque
 from zexport.formats.pickle_view import PickleView
 from zexport.ranges.dtypes import Shape
 

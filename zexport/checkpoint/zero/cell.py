@@ -15,10 +15,10 @@ from zexport.checkpoint.zero.module_names import check_spelling, find_aliases, i
 from zexport.checkpoint.zero.ranks import Ranks
 from zexport.checkpoint.zero.records import ZERO3, ModelStates, OptimizerStates
 from zexport.errors import LayoutError, UnsupportedError
-from zexport.formats.inert import TensorRef
+from zexport.formats.pickle_values import TensorRef
 from zexport.formats.pickle_view import view
 from zexport.ranges.dtypes import DType
-from zexport.ranges.extents import Chain, Window
+from zexport.ranges.source import Chain, Window
 
 _WHOLE_NUMBERS = frozenset({DType.BOOL, *(one for one in DType if one.value[0] in "IU")})
 

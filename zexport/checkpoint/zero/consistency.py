@@ -11,8 +11,8 @@ from zexport.errors import DamagedCheckpointError, ZexportError
 from zexport.findings import FindingKind
 from zexport.formats.pickle_view import PickleView, view
 from zexport.formats.torch_file import Container, TorchFile
-from zexport.printable import some
 from zexport.storage.contents import read_range, same_bytes
+from zexport.text import some
 
 COPY_ALL = "Copy all rank files of one checkpoint again"
 

@@ -22,7 +22,7 @@ from zexport.checkpoint.zero.file_names import rank_file_name, read_rank_file
 from zexport.checkpoint.zero.ranks import FROM_NODES, Ranks, TagFolder
 from zexport.checkpoint.zero.records import MAX_DEGREE, ModelStates
 from zexport.errors import IncompleteCheckpointError, LayoutError, UnsupportedError
-from zexport.formats.inert import TensorRef
+from zexport.formats.pickle_values import TensorRef
 from zexport.formats.pickle_view import PickleView, view
 from zexport.formats.torch_file import TorchFile
 

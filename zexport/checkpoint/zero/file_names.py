@@ -17,7 +17,7 @@ from msgspec import Struct
 from zexport.checkpoint.state import FileKind
 from zexport.checkpoint.zero.records import model_states
 from zexport.errors import DamagedCheckpointError
-from zexport.formats.pickles import Pickle
+from zexport.formats.pickle_reader import Pickle
 from zexport.formats.torch_file import TorchFile, read_torch_file
 from zexport.storage.contents import same_bytes
 from zexport.storage.files import children, is_file

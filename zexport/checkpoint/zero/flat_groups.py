@@ -29,10 +29,10 @@ from zexport.errors import (
     LayoutError,
     UnsupportedError,
 )
-from zexport.formats.inert import StorageRef, TensorRef
+from zexport.formats.pickle_values import StorageRef, TensorRef
 from zexport.ranges.computed import Zeros
 from zexport.ranges.dtypes import DType
-from zexport.ranges.extents import ByteSource, Chain, Striped, Window
+from zexport.ranges.source import ByteSource, Chain, Striped, Window
 
 MOMENTUM = "momentum_buffer"
 SAME_RANKS = (

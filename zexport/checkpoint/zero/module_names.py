@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from zexport.checkpoint.zero.records import ModelStates
 from zexport.errors import LayoutError
-from zexport.formats.inert import StorageRef, TensorRef
+from zexport.formats.pickle_values import StorageRef, TensorRef
 
 _WRAPPER = "_checkpoint_wrapped_module."
 

@@ -22,7 +22,7 @@ from zexport.checkpoint.zero.ranks import FROM_NODES, Ranks, TagFolder, check_gr
 from zexport.checkpoint.zero.stage0 import by_slices, slice_sizes, with_optimizers
 from zexport.checkpoint.zero.tensor_parallel import join_tensor_ranks
 from zexport.errors import IncompleteCheckpointError, LayoutError, UnsupportedError
-from zexport.formats.inert import TensorRef
+from zexport.formats.pickle_values import TensorRef
 from zexport.formats.pickle_view import view
 from zexport.formats.torch_file import TorchFile
 

@@ -31,7 +31,7 @@ from zexport.checkpoint.zero.records import (
 )
 from zexport.errors import DamagedCheckpointError, IncompleteCheckpointError, ZexportError
 from zexport.findings import FindingKind
-from zexport.formats.pickles import Pickle
+from zexport.formats.pickle_reader import Pickle
 from zexport.formats.torch_file import TorchFile
 
 WORLD_SIZE_MAX = 1 << 20

@@ -15,7 +15,7 @@ from math import isfinite
 
 from msgspec import Struct
 
-from zexport.formats.inert import FragmentAddress, TensorRef
+from zexport.formats.pickle_values import FragmentAddress, TensorRef
 from zexport.formats.pickle_view import PickleView, view
 from zexport.formats.torch_file import TorchFile
 from zexport.ranges.dtypes import DType, Shape

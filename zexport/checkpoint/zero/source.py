@@ -46,7 +46,7 @@ from zexport.checkpoint.zero.ranks import (
 from zexport.checkpoint.zero.records import model_states
 from zexport.errors import IncompleteCheckpointError, UnsupportedError, ZexportError, layout_of
 from zexport.formats.torch_file import Container, TorchFile, read_torch_file
-from zexport.ranges.extents import paths_of
+from zexport.ranges.source import paths_of
 from zexport.storage.files import children, is_folder, matching, version
 
 # ruff: noqa: PLC0415 - most checkpoints need one of the layouts

@@ -50,15 +50,15 @@ from zexport.errors import (
     ZexportError,
 )
 from zexport.findings import FindingKind
-from zexport.formats.inert import TensorRef
+from zexport.formats.pickle_values import TensorRef
 from zexport.formats.pickle_view import PickleView, view
 from zexport.formats.torch_file import TorchFile
-from zexport.printable import some
+from zexport.ranges.compare import fingerprint
 from zexport.ranges.computed import Zeros
 from zexport.ranges.dtypes import DType, Shape
-from zexport.ranges.extents import Window
 from zexport.ranges.reader import SourceReader
-from zexport.ranges.replicas import fingerprint
+from zexport.ranges.source import Window
+from zexport.text import some
 
 NAMED = "single_partition_of_fp32_groups"
 UNFUSED, FUSED = "fp32_groups", "fp32_groups_flat"

@@ -25,7 +25,7 @@ from zexport.errors import DamagedCheckpointError, LayoutError, UnsupportedError
 from zexport.formats.pickle_view import PickleView
 from zexport.ranges.computed import Zeros
 from zexport.ranges.dtypes import Shape
-from zexport.ranges.mosaic import row_major
+from zexport.ranges.source import row_major
 
 _INFO = "universal_checkpoint_info"
 _MAPS = "affine_map"

@@ -37,14 +37,14 @@ from zexport.checkpoint.zero.ranks import FROM_NODES, TagFolder, no_model
 from zexport.checkpoint.zero.records import ModelStates, kept_of, scalar
 from zexport.checkpoint.zero.tensor_parallel import join_tensor_ranks, tensor_ranks
 from zexport.errors import IncompleteCheckpointError, LayoutError, UnsafeError, UnsupportedError
-from zexport.formats.inert import TensorRef
+from zexport.formats.pickle_values import TensorRef
 from zexport.formats.pickle_view import PickleView, view
 from zexport.formats.torch_file import TorchFile, read_torch_file
-from zexport.printable import some
 from zexport.ranges.computed import Zeros
 from zexport.ranges.dtypes import DType, Shape
-from zexport.ranges.extents import Window
+from zexport.ranges.source import Window
 from zexport.storage.files import child_folders, children
+from zexport.text import some
 
 FOLDER, OPTIMIZER_STATE, STEP = "zero", "optimizer_state", "step"
 _SOURCE = "Reshard the checkpoint that it was converted from"

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
 from zexport.checkpoint.state import TrainingState
-from zexport.compare.diff import DiffReport
-from zexport.compare.tensor import Outcome, TensorDiff
-from zexport.compare.verdict import Cause, words
+from zexport.diff.diff import DiffReport
+from zexport.diff.tensor import Outcome, TensorDiff
+from zexport.diff.verdict import Cause, words
 from zexport.inspect.strips import Piece, strips
 from zexport.report.diff import apart, figures
 from zexport.report.page.drawing import Drawn, draw

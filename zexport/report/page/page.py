@@ -21,13 +21,13 @@ from msgspec import Struct
 
 from zexport.checkpoint.resolve import is_tag_dir, list_run_checkpoints, list_tags
 from zexport.errors import MissingExtraError, OutputError
-from zexport.extras import to_install
-from zexport.printable import shown
+from zexport.optional_deps import to_install
 from zexport.report.page.drawing import Drawn
 from zexport.report.page.treemap import Box
 from zexport.report.text import plural, size
 from zexport.storage.files import absolute, exists, is_file, open_input, write_durably
 from zexport.storage.os_errors import writing
+from zexport.text import shown
 
 if TYPE_CHECKING:
     from jinja2 import Template

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from msgspec import Struct
 
-from zexport.printable import shown
+from zexport.text import shown
 
 WIDTH, HEIGHT = 1000.0, 420.0
 _BOXES = 400
