@@ -42,28 +42,56 @@ if TYPE_CHECKING:
     from zexport.diff.states import diff_states
     from zexport.diff.tensor import Outcome, TensorDiff
     from zexport.diff.verdict import Cause
-    from zexport.errors import ZexportError
+    from zexport.errors import (
+        AmbiguousTagError,
+        CheckpointError,
+        DamagedCheckpointError,
+        FrozenLeftOutError,
+        IncompleteCheckpointError,
+        MemoryLimitError,
+        MissingExtraError,
+        NamesMismatchError,
+        NoSuchTagError,
+        NotACheckpointError,
+        OtherTagError,
+        OutputError,
+        TrainingError,
+        UnsafeError,
+        UnsupportedError,
+        UsageError,
+        VerificationError,
+        ZexportError,
+    )
     from zexport.export.plan import ExportPlan
     from zexport.export.progress import Progress
     from zexport.export.report import ExportReport, PartReport
     from zexport.export.verify import VerifyReport
     from zexport.export.write import VerifyMode
+    from zexport.findings import Finding, FindingKind
     from zexport.monitor.choices import WatchOptions
     from zexport.monitor.events import EventKind, WatchEvent
     from zexport.monitor.prune import PruneReport, prune
     from zexport.monitor.watch import watch
     from zexport.options import (
+        AdapterMode,
+        CheckMode,
         Engine,
         ExportDType,
         ExportOptions,
         NameLayout,
         ReshardOptions,
+        ResumeFormat,
         Share,
     )
     from zexport.storage.client import use_storage_options
 
 __all__ = [
+    "AdapterMode",
+    "AmbiguousTagError",
     "Cause",
+    "CheckMode",
+    "CheckpointError",
+    "DamagedCheckpointError",
     "DiffReport",
     "Engine",
     "EventKind",
@@ -71,17 +99,34 @@ __all__ = [
     "ExportOptions",
     "ExportPlan",
     "ExportReport",
+    "Finding",
+    "FindingKind",
+    "FrozenLeftOutError",
+    "IncompleteCheckpointError",
+    "MemoryLimitError",
+    "MissingExtraError",
     "NameLayout",
+    "NamesMismatchError",
+    "NoSuchTagError",
+    "NotACheckpointError",
+    "OtherTagError",
     "Outcome",
+    "OutputError",
     "PartReport",
     "Progress",
     "PruneReport",
     "ReshardOptions",
+    "ResumeFormat",
     "Role",
     "Share",
     "StoredTensor",
     "TensorDiff",
+    "TrainingError",
     "TrainingState",
+    "UnsafeError",
+    "UnsupportedError",
+    "UsageError",
+    "VerificationError",
     "VerifyMode",
     "VerifyReport",
     "WatchEvent",
@@ -130,19 +175,42 @@ _HOMES = {
     "diff.states": ("diff_states",),
     "diff.tensor": ("Outcome", "TensorDiff"),
     "diff.verdict": ("Cause",),
-    "errors": ("ZexportError",),
+    "errors": (
+        "AmbiguousTagError",
+        "CheckpointError",
+        "DamagedCheckpointError",
+        "FrozenLeftOutError",
+        "IncompleteCheckpointError",
+        "MemoryLimitError",
+        "MissingExtraError",
+        "NamesMismatchError",
+        "NoSuchTagError",
+        "NotACheckpointError",
+        "OtherTagError",
+        "OutputError",
+        "TrainingError",
+        "UnsafeError",
+        "UnsupportedError",
+        "UsageError",
+        "VerificationError",
+        "ZexportError",
+    ),
     "export.plan": ("ExportPlan",),
     "export.progress": ("Progress",),
     "export.report": ("ExportReport", "PartReport"),
     "export.verify": ("VerifyReport",),
     "export.write": ("VerifyMode",),
+    "findings": ("Finding", "FindingKind"),
     "storage.client": ("use_storage_options",),
     "options": (
+        "AdapterMode",
+        "CheckMode",
         "Engine",
         "ExportDType",
         "ExportOptions",
         "NameLayout",
         "ReshardOptions",
+        "ResumeFormat",
         "Share",
     ),
 }

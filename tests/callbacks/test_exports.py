@@ -16,9 +16,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.pruning import trainers_run
-from zexport import verify_export
+from zexport import NotACheckpointError, UsageError, verify_export
 from zexport.callbacks.exports import Exports
-from zexport.errors import NotACheckpointError, UsageError
 
 
 def test_a_save_starts_an_export_and_the_end_of_the_training_waits_for_the_last(

@@ -13,15 +13,10 @@ from safetensors.torch import load_file
 
 from tests.support import fsdp_checkpoints
 from tests.support.oracles import Tensors, differences
+from zexport import DamagedCheckpointError, IncompleteCheckpointError, UnsafeError, ZexportError
 from zexport.checkpoint.boxes import state_replicas
 from zexport.checkpoint.fsdp.source import holds_fsdp
 from zexport.checkpoint.state import TrainingState, raise_problems
-from zexport.errors import (
-    DamagedCheckpointError,
-    IncompleteCheckpointError,
-    UnsafeError,
-    ZexportError,
-)
 from zexport.ranges.compare import Replica
 from zexport.ranges.dtypes import DType
 from zexport.ranges.reader import SourceReader

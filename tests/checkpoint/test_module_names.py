@@ -16,9 +16,9 @@ import zexport
 from tests.support import peft_models
 from tests.support.checkpoints import Model, Run, edit, save
 from tests.support.hf_models import differing, load, tiny_config, tiny_model, write_config
+from zexport import AdapterMode, ExportOptions, NameLayout
 from zexport.checkpoint.open import open_checkpoint
 from zexport.checkpoint.state import Role, raise_problems
-from zexport.options import AdapterMode, ExportOptions, NameLayout
 
 _STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 

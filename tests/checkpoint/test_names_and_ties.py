@@ -13,9 +13,8 @@ import torch
 
 from tests.support.checkpoints import Model, Run, edit, model_file, save, small_model
 from tests.support.sharded_runs import Job, Spec, run_jobs, run_ranks
-from zexport import Role, TrainingState, open_checkpoint
+from zexport import DamagedCheckpointError, Role, TrainingState, open_checkpoint
 from zexport.checkpoint.state import raise_problems
-from zexport.errors import DamagedCheckpointError
 from zexport.ranges.dtypes import DType
 
 _STAGES = pytest.mark.parametrize("stage", [1, 2, 3])

@@ -11,9 +11,14 @@ import pytest
 import zexport
 from tests.support.checkpoints import Run, edit, save, small_model
 from tests.support.forked import typed
-from zexport.errors import DamagedCheckpointError, IncompleteCheckpointError, UsageError
+from zexport import (
+    DamagedCheckpointError,
+    ExportOptions,
+    IncompleteCheckpointError,
+    NameLayout,
+    UsageError,
+)
 from zexport.inspect.inspect import inspect_checkpoint
-from zexport.options import ExportOptions, NameLayout
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 MEMORY = ExportOptions(layout=NameLayout.MEMORY)

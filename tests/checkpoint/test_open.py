@@ -10,12 +10,13 @@ import torch
 
 from tests.support.checkpoints import Run, edit, model_file, save, small_model
 from tests.support.forked import typed
-from zexport import consolidate, open_checkpoint
-from zexport.errors import (
+from zexport import (
     DamagedCheckpointError,
     IncompleteCheckpointError,
     UnsafeError,
     UnsupportedError,
+    consolidate,
+    open_checkpoint,
 )
 
 

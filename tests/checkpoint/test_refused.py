@@ -14,15 +14,15 @@ import torch
 import zexport
 from tests.support.expert_checkpoints import rewrite
 from tests.support.real_cases import copied
-from zexport.checkpoint.state import raise_problems
-from zexport.errors import (
+from zexport import (
     DamagedCheckpointError,
+    FindingKind,
     IncompleteCheckpointError,
     UnsafeError,
     UnsupportedError,
     ZexportError,
 )
-from zexport.findings import FindingKind
+from zexport.checkpoint.state import raise_problems
 
 Damage = Callable[[Path], object]
 State = Any

@@ -10,7 +10,7 @@ import pytest
 import zexport
 from tests.support.expert_checkpoints import rewrite
 from tests.support.forked import typed
-from zexport.errors import AmbiguousTagError, ZexportError
+from zexport import AmbiguousTagError, ZexportError
 from zexport.inspect.inspect import inspect_checkpoint
 from zexport.report.inspect_json import inspection_json
 

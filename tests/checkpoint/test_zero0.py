@@ -13,10 +13,8 @@ import torch
 
 import zexport
 from tests.support.real_cases import facts, facts_of
-from zexport import Role, TrainingState
+from zexport import DamagedCheckpointError, FindingKind, Role, TrainingState
 from zexport.checkpoint.state import raise_problems
-from zexport.errors import DamagedCheckpointError
-from zexport.findings import FindingKind
 from zexport.ranges.compare import CastReplica, compare_casts
 from zexport.ranges.reader import SourceReader
 

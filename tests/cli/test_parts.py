@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.forked import typed
 from tests.support.stopping import files
-from zexport.errors import OutputError, UsageError
+from zexport import OutputError, UsageError
 
 ROOT = Path(__file__).parents[2]
 CKPT = ROOT / "fixtures" / "z3_w2_bf16_frozen" / "ckpt"

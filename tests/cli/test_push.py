@@ -15,9 +15,8 @@ from huggingface_hub import constants
 
 from tests.support.hub import TOKEN, Hub, serving
 from tests.support.stopping import files
-from zexport import verify_export
+from zexport import OutputError, UsageError, verify_export
 from zexport.cli.main import cli
-from zexport.errors import OutputError, UsageError
 
 CKPT = Path(__file__).parents[2] / "fixtures" / "z3_w2_bf16" / "ckpt"
 LIMIT_S = 120

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from zexport import ExportDType, ExportOptions, UsageError
 from zexport.cli.main import cli
-from zexport.errors import UsageError
-from zexport.options import ExportDType, ExportOptions
 
 ZERO3 = Path(__file__).parents[2] / "fixtures" / "z3_w2_bf16" / "ckpt"
 

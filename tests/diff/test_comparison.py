@@ -16,20 +16,21 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from zexport import consolidate, diff_models
-from zexport.cli.main import cli
-from zexport.diff.diff import DiffReport
-from zexport.diff.roundings import Side
-from zexport.diff.tensor import Outcome, PairValues, TensorDiff
-from zexport.diff.verdict import Cause
-from zexport.errors import (
+from zexport import (
+    Cause,
     CheckpointError,
     DamagedCheckpointError,
+    DiffReport,
+    ExportOptions,
     UnsafeError,
     ZexportError,
+    consolidate,
+    diff_models,
 )
+from zexport.cli.main import cli
+from zexport.diff.roundings import Side
+from zexport.diff.tensor import Outcome, PairValues, TensorDiff
 from zexport.formats.safetensors import HeaderEntry, build_header
-from zexport.options import ExportOptions
 from zexport.ranges.dtypes import DType
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"

@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.support.real_cases import FIXTURES
-from zexport import ReshardOptions, diff_models, diff_states, reshard, verify_export
-from zexport.diff.verdict import Cause
+from zexport import Cause, ReshardOptions, diff_models, diff_states, reshard, verify_export
 
 WEIGHTS = {"layer.weight": torch.ones(3, 2)}
 CONFIG = {"model_type": "llama", "rms_norm_eps": 1e-6, "rope_theta": 1e4, "use_cache": True}

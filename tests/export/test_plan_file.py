@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 import zexport
 from tests.support.real_cases import FIXTURES
-from zexport.errors import OutputError
+from zexport import OutputError
 from zexport.export.plan_file import Request, SealedPlan, seal, unseal
 
 Plan = zexport.ExportPlan

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import zexport
 from tests.support.checkpoints import Model, Run, save
-from zexport.errors import ZexportError
+from zexport import ZexportError
 from zexport.formats.safetensors import HeaderEntry, build_header, read_header
 from zexport.ranges.dtypes import DType
 

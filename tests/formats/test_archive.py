@@ -14,11 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from zexport.errors import (
-    DamagedCheckpointError,
-    UnsupportedError,
-    ZexportError,
-)
+from zexport import DamagedCheckpointError, UnsupportedError, ZexportError
 from zexport.formats.pickle_values import TensorRef
 from zexport.formats.torch_file import TorchFile, read_torch_file
 from zexport.ranges.source import Member

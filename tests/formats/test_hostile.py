@@ -23,8 +23,10 @@ import zexport
 from tests.support.checkpoints import Run, edit, save, small_model
 from tests.support.forked import typed
 from tests.support.malice import call, inject, injected, text, tricks
-from zexport.errors import (
+from zexport import (
     DamagedCheckpointError,
+    ExportOptions,
+    NameLayout,
     UnsafeError,
     UnsupportedError,
     ZexportError,
@@ -32,7 +34,6 @@ from zexport.errors import (
 from zexport.formats.pickle_reader import load
 from zexport.formats.torch_file import read_torch_file
 from zexport.inspect.inspect import inspect_checkpoint
-from zexport.options import ExportOptions, NameLayout
 from zexport.storage import contents as json_files
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"

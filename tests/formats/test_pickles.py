@@ -17,11 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from zexport.errors import (
-    DamagedCheckpointError,
-    UnsafeError,
-    UnsupportedError,
-)
+from zexport import DamagedCheckpointError, UnsafeError, UnsupportedError
 from zexport.formats import pickle_reader
 from zexport.formats.pickle_reader import Pickle, load
 from zexport.formats.pickle_values import (

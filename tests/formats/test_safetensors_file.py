@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from zexport.errors import DamagedCheckpointError, UnsupportedError
+from zexport import DamagedCheckpointError, UnsupportedError
 from zexport.formats.safetensors import HeaderEntry, build_header, read_header
 from zexport.ranges.dtypes import DType
 

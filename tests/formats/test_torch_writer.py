@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from zexport.errors import UnsafeError
+from zexport import UnsafeError
 from zexport.formats.pickle_values import (
     FragmentAddress,
     Global,

@@ -12,9 +12,8 @@ from pathlib import Path
 from tests.fuzz.pickles import FIXTURES
 from tests.fuzz.runner import main
 from tests.fuzz.target import Target
-from zexport import open_checkpoint, plan_export
+from zexport import ExportOptions, NameLayout, open_checkpoint, plan_export
 from zexport.inspect.inspect import inspect_checkpoint
-from zexport.options import ExportOptions, NameLayout
 from zexport.report.inspect_json import inspection_json
 
 _CASES = (

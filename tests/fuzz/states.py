@@ -26,10 +26,10 @@ from tests.fuzz.mutations import mutated
 from tests.fuzz.runner import main
 from tests.fuzz.target import Target
 from tests.support.fsdp_checkpoints import made, opened
+from zexport import DamagedCheckpointError, ZexportError
 from zexport.checkpoint.fsdp.source import holds_fsdp
 from zexport.checkpoint.open import open_checkpoint
 from zexport.checkpoint.state import TrainingState, raise_problems
-from zexport.errors import DamagedCheckpointError, ZexportError
 from zexport.formats.pickle_reader import load
 from zexport.formats.pickle_values import Opaque, TensorRef
 from zexport.ranges.compare import CastReplica

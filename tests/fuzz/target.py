@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zexport.errors import ZexportError
+from zexport import ZexportError
 
 SECONDS_MAX = 20.0
 """For one input, on a machine that does other things as well."""

@@ -17,8 +17,8 @@ import click
 import pytest
 
 import zexport
+from zexport import ZexportError
 from zexport.cli.main import cli
-from zexport.errors import ZexportError
 
 _ROOT = click.Context(cli)
 COMMANDS = {name: cli.get_command(_ROOT, name) for name in cli.list_commands(_ROOT)}

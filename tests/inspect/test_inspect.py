@@ -28,10 +28,8 @@ from tests.support.checkpoints import (
 )
 from tests.support.forked import typed
 from tests.support.sparse_checkpoint import write_sparse_zero3
-from zexport import consolidate
-from zexport.errors import UnsafeError, UnsupportedError
+from zexport import ExportOptions, NameLayout, UnsafeError, UnsupportedError, consolidate
 from zexport.inspect.inspect import Inspection, Outcome, inspect_checkpoint
-from zexport.options import ExportOptions, NameLayout
 from zexport.report.inspect import print_inspection
 from zexport.report.inspect_json import inspection_json
 

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from tests.support.checkpoints import Model, Run, optimizer_file, save
 from tests.support.real_cases import handed_over, on_every_real_checkpoint
+from zexport import DamagedCheckpointError
 from zexport.checkpoint.open import open_checkpoint
-from zexport.errors import DamagedCheckpointError
 from zexport.inspect.statistics import TensorStatistics, measure
 
 BUFFERS = [8, 24, 1 << 20]

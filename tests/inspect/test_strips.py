@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from zexport import TrainingState
 from zexport.checkpoint.open import open_checkpoint
-from zexport.checkpoint.state import TrainingState
 from zexport.inspect.strips import Fill, Piece, Strip, strips
 from zexport.ranges.source import Mosaic
 

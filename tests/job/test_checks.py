@@ -20,10 +20,16 @@ from tests.support.expert_checkpoints import rewrite
 from tests.support.exports import manifest_of
 from tests.support.oracles import cast, differences
 from tests.support.real_cases import copied, file_of
+from zexport import (
+    CheckMode,
+    CheckpointError,
+    DamagedCheckpointError,
+    ExportDType,
+    ExportOptions,
+    FindingKind,
+    NameLayout,
+)
 from zexport.cli.main import cli
-from zexport.errors import CheckpointError, DamagedCheckpointError
-from zexport.findings import FindingKind
-from zexport.options import CheckMode, ExportDType, ExportOptions, NameLayout
 
 _MEMORY = ExportOptions(layout=NameLayout.MEMORY)
 _SMALL = Model([{"w": values((50,), 1)}], buffers={"b": torch.ones(2)})

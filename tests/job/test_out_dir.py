@@ -17,9 +17,16 @@ from tests.support.forked import typed
 from tests.support.pruning import state_of, trainers_run
 from tests.support.stopping import Job, files
 from tests.torture.faults import RENAMES, SYNCS, Calls, ended, failing, forked, killing, watched
-from zexport import ExportOptions, ExportReport, consolidate, open_checkpoint, plan_export, reshard
+from zexport import (
+    ExportOptions,
+    ExportReport,
+    OutputError,
+    consolidate,
+    open_checkpoint,
+    plan_export,
+    reshard,
+)
 from zexport import run_export as run
-from zexport.errors import OutputError
 
 FIXTURE = Path(__file__).parents[2] / "fixtures" / "z3_w2_bf16"
 

@@ -18,16 +18,22 @@ from tests.support.checkpoints import Run, save, small_model
 from tests.support.forked import typed
 from tests.support.stopping import SHARD_NBYTES, SHARDS, Job, files, flip, four_shards, place_of
 from tests.torture.faults import Calls, ended, forked, killing, watched
-from zexport import ExportReport, PartReport, ReshardOptions, finish_export, verify_export
-from zexport.errors import (
+from zexport import (
     CheckpointError,
     DamagedCheckpointError,
+    Engine,
+    ExportDType,
+    ExportOptions,
+    ExportReport,
     OutputError,
+    PartReport,
+    ReshardOptions,
     UsageError,
     VerificationError,
     ZexportError,
+    finish_export,
+    verify_export,
 )
-from zexport.options import Engine, ExportDType, ExportOptions
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 FIXTURE = FIXTURES / "z3_w2_bf16" / "ckpt"

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from zexport import MissingExtraError, UsageError
 from zexport.cli.main import cli
-from zexport.errors import MissingExtraError, UsageError
 from zexport.filenames import MANIFEST_NAME
 
 ROOT = Path(__file__).parents[2]

@@ -17,9 +17,15 @@ from tests.support.forked import typed
 from tests.support.oracles import differences
 from tests.support.real_cases import Facts, deepspeed_state, facts, on_every_real_checkpoint
 from tests.support.stopping import flip
-from zexport import consolidate
-from zexport.errors import DamagedCheckpointError, UnsafeError, UnsupportedError, ZexportError
-from zexport.options import Engine, NameLayout
+from zexport import (
+    DamagedCheckpointError,
+    Engine,
+    NameLayout,
+    UnsafeError,
+    UnsupportedError,
+    ZexportError,
+    consolidate,
+)
 
 pytestmark = pytest.mark.deepspeed
 

@@ -21,10 +21,18 @@ import zexport
 from tests.support.checkpoints import values
 from tests.support.sparse_checkpoint import write_sparse_zero3
 from tests.support.stopping import SHARD_NBYTES, SHARDS, Job, files, flip, place_of
-from zexport import Progress, ReshardOptions
-from zexport.errors import CheckpointError, DamagedCheckpointError, OutputError, VerificationError
+from zexport import (
+    CheckpointError,
+    DamagedCheckpointError,
+    ExportDType,
+    ExportOptions,
+    NameLayout,
+    OutputError,
+    Progress,
+    ReshardOptions,
+    VerificationError,
+)
 from zexport.filenames import RECEIPTS
-from zexport.options import ExportDType, ExportOptions, NameLayout
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 

@@ -15,7 +15,7 @@ from tests.torture.faults import Calls, watched
 from tests.torture.kills import count_calls, killed_at, killed_workers
 from tests.torture.refusals import ALWAYS, FAULTS, Fault, every_fault
 from tests.torture.small_disk import every_size
-from zexport.errors import DamagedCheckpointError
+from zexport import DamagedCheckpointError
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 

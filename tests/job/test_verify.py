@@ -19,9 +19,8 @@ from tests.support.checkpoints import edit
 from tests.support.forked import typed
 from tests.support.published import check
 from tests.support.stopping import SHARDS, Job, files, flip, four_shards
-from zexport.errors import VerificationError
+from zexport import ReshardOptions, VerificationError
 from zexport.filenames import MANIFEST_NAME
-from zexport.options import ReshardOptions
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 INDEX = "model.safetensors.index.json"

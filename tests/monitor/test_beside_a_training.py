@@ -17,8 +17,7 @@ from tests.support.beside_training import (
     assert_is,
     make_base,
 )
-from zexport import consolidate, prune
-from zexport.options import ExportOptions
+from zexport import ExportOptions, consolidate, prune
 
 STEPS = 8
 

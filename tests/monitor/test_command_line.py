@@ -8,12 +8,19 @@ from pathlib import Path
 import click
 import pytest
 
+from zexport import (
+    AdapterMode,
+    CheckMode,
+    Engine,
+    ExportDType,
+    ExportOptions,
+    FindingKind,
+    NameLayout,
+    UsageError,
+)
 from zexport.cli.consolidate import consolidate
 from zexport.cli.options import options_of
-from zexport.errors import UsageError
-from zexport.findings import FindingKind
 from zexport.monitor.command_line import words_of
-from zexport.options import AdapterMode, CheckMode, Engine, ExportDType, ExportOptions, NameLayout
 
 ALL = ExportOptions(
     dtype=ExportDType.BF16,

@@ -20,7 +20,17 @@ from tests.support.pruning import AS_STORED, state_of, tensors_of, trainers_run
 from tests.torture.faults import Calls, killing, watched
 from tests.torture.prunings import count_calls, killed_at
 from zexport import (
+    Cause,
+    CheckpointError,
+    ExportOptions,
+    FindingKind,
+    IncompleteCheckpointError,
+    OutputError,
     ReshardOptions,
+    UnsupportedError,
+    UsageError,
+    VerificationError,
+    ZexportError,
     consolidate,
     diff_states,
     open_checkpoint,
@@ -29,21 +39,9 @@ from zexport import (
     verify_export,
 )
 from zexport.checkpoint.zero.records import PRUNED
-from zexport.diff.verdict import Cause
-from zexport.errors import (
-    CheckpointError,
-    IncompleteCheckpointError,
-    OutputError,
-    UnsupportedError,
-    UsageError,
-    VerificationError,
-    ZexportError,
-)
 from zexport.export.manifest import read_manifest
-from zexport.findings import FindingKind
 from zexport.inspect.inspect import Outcome, inspect_checkpoint
 from zexport.monitor import sightings
-from zexport.options import ExportOptions
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 CASES = (

@@ -21,13 +21,21 @@ from blake3 import blake3
 
 from tests.support.checkpoints import Model, Run, save, small_model, values
 from tests.support.forked import typed
-from zexport import WatchEvent, WatchOptions, consolidate, watch
-from zexport.errors import CheckpointError, NotACheckpointError, OutputError, UsageError
+from zexport import (
+    CheckpointError,
+    EventKind,
+    ExportOptions,
+    NotACheckpointError,
+    OutputError,
+    UsageError,
+    WatchEvent,
+    WatchOptions,
+    consolidate,
+    watch,
+)
 from zexport.monitor import ledger, lookout, pins, sightings
 from zexport.monitor import watch as watching
-from zexport.monitor.events import EventKind
 from zexport.monitor.jobs import Job, start_export, told_by
-from zexport.options import ExportOptions
 from zexport.storage.locks import is_being_written
 from zexport.storage.symlink_policy import Boundary
 

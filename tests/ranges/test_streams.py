@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from zexport.errors import CheckpointError, DamagedCheckpointError
+from zexport import CheckpointError, DamagedCheckpointError
 from zexport.formats.torch_file import TorchFile, read_torch_file
 from zexport.ranges.reader import SourceReader
 from zexport.ranges.source import ByteSource, Extent

@@ -13,8 +13,8 @@ from click.testing import CliRunner
 import zexport
 from tests.support.checkpoints import Model, Run, save
 from tests.support.exports import invoke
+from zexport import OutputError
 from zexport.cli.main import cli
-from zexport.errors import OutputError
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 HOSTILE = "a.</script><img src=x onerror=alert(1)>.weight\x1b[31m"

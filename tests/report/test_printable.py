@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from zexport.errors import DamagedCheckpointError
+from zexport import DamagedCheckpointError
 from zexport.text import printable, shell_word
 
 HOSTILE = "a\x1b[2J\r\n\u202e\u200b\udc80ü\x00\x9b"

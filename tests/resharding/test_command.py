@@ -13,8 +13,14 @@ from tests.support.forked import typed
 from tests.support.published import check
 from tests.support.real_cases import FIXTURES
 from tests.support.train_runs import trained
-from zexport import ExportOptions, ReshardOptions, consolidate, open_checkpoint, reshard
-from zexport.errors import OutputError
+from zexport import (
+    ExportOptions,
+    OutputError,
+    ReshardOptions,
+    consolidate,
+    open_checkpoint,
+    reshard,
+)
 
 SOURCE = FIXTURES / "z3_w2_bf16" / "ckpt"
 WORLD_3 = ("--world-size", 3)

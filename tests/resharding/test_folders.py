@@ -10,7 +10,7 @@ import torch
 
 import zexport
 from tests.support.real_cases import copied
-from zexport.errors import UnsafeError
+from zexport import UnsafeError
 
 
 def _checkpoint(tmp_path: Path, tag: str, *names: str) -> Path:

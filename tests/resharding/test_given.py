@@ -10,8 +10,7 @@ import pytest
 
 from tests.support.checkpoints import edit
 from tests.support.real_cases import FIXTURES, copied
-from zexport import open_checkpoint
-from zexport.options import ReshardOptions
+from zexport import ReshardOptions, open_checkpoint
 from zexport.resharding.plan import plan_reshard
 from zexport.resharding.settings import source_config
 

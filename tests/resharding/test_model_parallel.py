@@ -17,8 +17,14 @@ from tests.support.oracles import same
 from tests.support.raw_states import plain, universal_states
 from tests.support.real_cases import FIXTURES, copied
 from tests.support.sharded_runs import run_ranks
-from zexport import ReshardOptions, ZexportError, diff_states, open_checkpoint, reshard
-from zexport.options import ResumeFormat
+from zexport import (
+    ReshardOptions,
+    ResumeFormat,
+    ZexportError,
+    diff_states,
+    open_checkpoint,
+    reshard,
+)
 
 _NOT_COMPARED = {
     *("loss_scaler", "param_slice_mappings", "param_alignment_paddings", "ds_config"),

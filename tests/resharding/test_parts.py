@@ -11,8 +11,7 @@ import pytest
 from tests.support.real_cases import FIXTURES
 from tests.support.stopping import files
 from tests.support.train_runs import run
-from zexport import ReshardOptions, Share, reshard, reshard_part
-from zexport.export.report import ExportReport, PartReport
+from zexport import ExportReport, PartReport, ReshardOptions, Share, reshard, reshard_part
 
 SOURCE = FIXTURES / "z3_w2_bf16_frozen" / "ckpt"
 COMMAND = (sys.executable, "-m", "zexport")

@@ -14,13 +14,18 @@ from tests.support.oracles import same
 from tests.support.published import check
 from tests.support.raw_states import States, plain, raw_states, universal_states
 from tests.support.real_cases import FIXTURES, copied
-from zexport import diff_states, open_checkpoint, run_export, verify_export
-from zexport.checkpoint.state import TrainingState
-from zexport.diff.verdict import Cause
-from zexport.errors import ZexportError
+from zexport import (
+    Cause,
+    ReshardOptions,
+    TrainingState,
+    VerifyMode,
+    ZexportError,
+    diff_states,
+    open_checkpoint,
+    run_export,
+    verify_export,
+)
 from zexport.export.plan import ExportPlan
-from zexport.export.write import VerifyMode
-from zexport.options import ReshardOptions
 from zexport.resharding.plan import plan_reshard
 
 _SOURCES = {  # and the stage and number of ranks that each goes on to

@@ -12,9 +12,15 @@ import torch
 
 import zexport
 from tests.support.real_cases import FIXTURES, copied
-from zexport import open_checkpoint
-from zexport.errors import UnsafeError, UnsupportedError, UsageError, ZexportError
-from zexport.options import ReshardOptions, ResumeFormat
+from zexport import (
+    ReshardOptions,
+    ResumeFormat,
+    UnsafeError,
+    UnsupportedError,
+    UsageError,
+    ZexportError,
+    open_checkpoint,
+)
 from zexport.resharding.plan import plan_reshard
 
 

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from tests.support.real_cases import FIXTURES, facts_of
-from zexport import ReshardOptions, ZexportError, open_checkpoint, reshard
+from zexport import ReshardOptions, VerifyMode, ZexportError, open_checkpoint, reshard
 from zexport.checkpoint.state import Structure, TrainingState
-from zexport.export.write import VerifyMode
 from zexport.resharding.settings import models_of
 
 _FOLDERS = [FIXTURES, *(Path(one) for one in [os.environ.get("ZEXPORT_CASES")] if one)]

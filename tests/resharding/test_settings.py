@@ -10,9 +10,7 @@ import pytest
 
 from tests.support.expert_checkpoints import rewrite
 from tests.support.real_cases import FIXTURES, copied
-from zexport import open_checkpoint, reshard, verify_export
-from zexport.errors import UsageError
-from zexport.options import ReshardOptions
+from zexport import ReshardOptions, UsageError, open_checkpoint, reshard, verify_export
 from zexport.resharding.plan import plan_reshard
 from zexport.resharding.settings import settle
 

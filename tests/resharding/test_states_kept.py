@@ -18,9 +18,15 @@ from tests.support.oracles import same
 from tests.support.raw_states import plain, raw_states
 from tests.support.real_cases import FIXTURES
 from tests.support.sparse_checkpoint import write_sparse_zero3
-from zexport import consolidate, open_checkpoint, run_export
-from zexport.checkpoint.state import TrainingState
-from zexport.options import ExportOptions, NameLayout, ReshardOptions
+from zexport import (
+    ExportOptions,
+    NameLayout,
+    ReshardOptions,
+    TrainingState,
+    consolidate,
+    open_checkpoint,
+    run_export,
+)
 from zexport.resharding.plan import plan_reshard
 
 _MOVES = [

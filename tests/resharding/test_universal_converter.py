@@ -14,8 +14,7 @@ from tests.support.raw_states import States, raw_states, universal_states
 from tests.support.real_cases import FIXTURES
 from tests.support.resharding import Move, departures
 from tests.support.sharded_runs import Job, Spec, run_jobs, run_ranks
-from zexport import open_checkpoint
-from zexport.options import ReshardOptions, ResumeFormat
+from zexport import ReshardOptions, ResumeFormat, open_checkpoint
 from zexport.resharding.plan import plan_reshard
 
 _RIGHT = ("z1_w2_bf16opt", "z2_w2_bf16_groups", "z2_w3_bf16_odd", "z3_w2_bf16", "z3_w4_bf16_odd")

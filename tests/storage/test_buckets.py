@@ -16,18 +16,20 @@ import pytest
 import zexport
 from tests.support.buckets import BUCKET, REFUSED, Answer, Fault, Request, Server
 from tests.support.checkpoints import Model, Run, save, values
-from zexport.cli.main import cli
-from zexport.errors import (
+from zexport import (
     CheckpointError,
+    Engine,
+    ExportOptions,
     MissingExtraError,
     NotACheckpointError,
     OutputError,
+    ReshardOptions,
     UsageError,
     VerificationError,
     ZexportError,
 )
+from zexport.cli.main import cli
 from zexport.filenames import MANIFEST_NAME, RECEIPTS
-from zexport.options import Engine, ExportOptions, ReshardOptions
 
 ROOT = Path(__file__).parents[2]
 RANKS = ROOT / "fixtures" / "z2_w2_bf16_groups" / "ckpt"

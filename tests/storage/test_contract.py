@@ -20,9 +20,8 @@ import zexport
 from tests.storage.conftest import Bucket, Local, Place, files
 from tests.support.buckets import EMULATORS, REFUSED, Answer, Request
 from tests.support.checkpoints import Model, Run, save, values
-from zexport.errors import CheckpointError, OutputError, ZexportError
+from zexport import CheckpointError, ExportOptions, OutputError, ReshardOptions, ZexportError
 from zexport.filenames import MANIFEST_NAME, RECEIPTS
-from zexport.options import ExportOptions, ReshardOptions
 
 ROOT = Path(__file__).parents[2]
 RANKS = ROOT / "fixtures" / "z2_w2_bf16_groups" / "ckpt"

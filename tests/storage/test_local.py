@@ -17,9 +17,10 @@ from safetensors.torch import save_file
 import zexport
 from tests.storage.conftest import files
 from tests.support.checkpoints import Model, Run, save, small_model, values
-from zexport.cli.main import cli
-from zexport.errors import (
+from zexport import (
     CheckpointError,
+    ExportOptions,
+    NameLayout,
     NotACheckpointError,
     OutputError,
     UnsafeError,
@@ -27,7 +28,7 @@ from zexport.errors import (
     VerificationError,
     ZexportError,
 )
-from zexport.options import ExportOptions, NameLayout
+from zexport.cli.main import cli
 
 TAG = "global_step2"
 RANK_0 = f"{TAG}/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"

@@ -12,7 +12,7 @@ import pytest
 
 from tests.storage.conftest import Bucket, Local, Place
 from tests.support.buckets import BUCKET, EMULATORS, REFUSED, Answer
-from zexport.errors import OutputError
+from zexport import OutputError
 from zexport.storage import files
 from zexport.storage.location import place as path_of
 from zexport.storage.storage import Kind, OutputFile

@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from tempfile import TemporaryFile
 from typing import NoReturn
 
+from zexport import ZexportError
 from zexport.cli.main import main
-from zexport.errors import ZexportError
 
 _INIT = ZexportError.__init__
 """As it is outside of tests, which note the errors that are made."""

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from tests.support.checkpoints import Run, save, small_model
 from tests.support.exports import manifest_of
-from zexport import consolidate
-from zexport.options import ExportOptions, NameLayout
+from zexport import ExportOptions, NameLayout, consolidate
 
 AS_STORED = ExportOptions(layout=NameLayout.MEMORY)
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 from itertools import count
 
 from tests.support.buckets import BUCKET, Answer, Server
-from zexport.errors import ZexportError
+from zexport import ZexportError
 from zexport.filenames import MANIFEST_NAME, RECEIPTS
 from zexport.storage.requests import forget_listings
 

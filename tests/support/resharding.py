@@ -15,7 +15,7 @@ import zexport
 from tests.support.oracles import same
 from tests.support.raw_states import States, raw_states, universal_states
 from tests.support.sharded_runs import Job, Spec, run_jobs
-from zexport.options import ResumeFormat
+from zexport import ResumeFormat
 
 LOSSES_AGREE = {"fp32": 2e-6, "bf16": 2e-3, "fp16": 2e-3}
 """How far the next losses may be apart, relative: sums over ranks round in another order."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import zexport
 from tests.support.checkpoints import Model, Run, save, values
-from zexport.options import ExportOptions, NameLayout, ReshardOptions
+from zexport import ExportOptions, NameLayout, ReshardOptions
 
 SHARDS = tuple(f"model-0000{n}-of-00004.safetensors" for n in range(1, 5))
 SHARD_NBYTES = 1_000_000

@@ -6,7 +6,7 @@ import torch
 from hypothesis import strategies as st
 
 from tests.support.checkpoints import Model, Run, Tensors, values
-from zexport.options import ExportDType
+from zexport import ExportDType
 
 _SIZES = st.sampled_from([0, 1, 1, 2, 3, 5, 8])
 SHAPES = st.lists(_SIZES, max_size=3).map(tuple)

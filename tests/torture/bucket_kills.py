@@ -12,8 +12,8 @@ import zexport
 from tests.support.buckets import BUCKET, Answer, Request, Server, serving
 from tests.support.refusing import forget_listings, refused_at_every
 from tests.support.stopping import Job, four_shards
+from zexport import ReshardOptions
 from zexport.filenames import MANIFEST_NAME, RECEIPTS
-from zexport.options import ReshardOptions
 
 _REAL = Path(__file__).parents[2] / "fixtures" / "z2_w2_bf16_groups" / "ckpt"
 _SHARDS = ("--layout", "memory", "--max-shard-size", "1MB")

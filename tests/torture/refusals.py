@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from tests.support.stopping import Job, files
 from tests.torture.faults import READS, RENAMES, SYNCS, WRITES, failing, watched
 from tests.torture.kills import count_calls
-from zexport.errors import CheckpointError, OutputError
+from zexport import CheckpointError, OutputError
 
 ALWAYS = 1 << 30
 _CUT_SHORT = (errno.EINTR, errno.EAGAIN)

@@ -10,8 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.support.stopping import Job, files, four_shards
-from zexport import Progress
-from zexport.errors import OutputError
+from zexport import OutputError, Progress
 
 _PAGE = 4096
 

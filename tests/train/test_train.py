@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tests.support.train_runs import Run, run, trained
-from zexport.errors import UsageError
+from zexport import UsageError
 from zexport.model.names import ModelNames
 from zexport.model.names_client import Learner, NamesClient
 from zexport.train.options import (

@@ -23,7 +23,7 @@ from tests.support.train_runs import (
     started,
     trained,
 )
-from zexport.errors import OutputError, TrainingError, UsageError
+from zexport import OutputError, TrainingError, UsageError
 
 PROMPTLY_S = 60
 MANY_STEPS = ("--steps", 100_000)

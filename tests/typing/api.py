@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import assert_type
 
 import zexport
-from zexport.findings import Finding
+from zexport import Finding
 
 
 def the_whole_job(path: Path, out: Path) -> None:

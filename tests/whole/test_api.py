@@ -9,8 +9,7 @@ import pytest
 
 import zexport
 from tests.support.checkpoints import Run, save, small_model
-from zexport.errors import CheckpointError, DamagedCheckpointError
-from zexport.options import ExportDType, ExportOptions, NameLayout
+from zexport import CheckpointError, DamagedCheckpointError, ExportDType, ExportOptions, NameLayout
 
 _FIXTURES = Path(__file__).parents[2] / "fixtures"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import zexport
-from zexport.errors import OutputError, ZexportError
+from zexport import OutputError, ZexportError
 
 _TAG = "global_step2"
 _RANK_1 = "global_step2/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"

@@ -15,11 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import zexport
 from tests.support.checkpoints import Run, save, small_model, values
-from zexport.errors import (
-    OutputError,
-    UnsafeError,
-)
-from zexport.options import ExportOptions
+from zexport import ExportOptions, OutputError, UnsafeError
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 

@@ -17,16 +17,17 @@ from safetensors.torch import load_file
 
 import zexport
 from tests.support.oracles import Tensors, differences
-from zexport.errors import (
+from zexport import (
     AmbiguousTagError,
     DamagedCheckpointError,
+    ExportOptions,
     FrozenLeftOutError,
     IncompleteCheckpointError,
+    NameLayout,
     UnsafeError,
     UnsupportedError,
     ZexportError,
 )
-from zexport.options import ExportOptions, NameLayout
 
 _MEMORY = ExportOptions(layout=NameLayout.MEMORY)
 

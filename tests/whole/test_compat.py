@@ -19,12 +19,12 @@ from safetensors.torch import load_file
 import zexport
 from tests.support.checkpoints import Run, save, small_model
 from tests.support.real_cases import deepspeed_state, facts, on_every_real_checkpoint
+from zexport import FrozenLeftOutError
 from zexport.compat import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
 )
-from zexport.errors import FrozenLeftOutError
 
 State = dict[str, torch.Tensor]
 

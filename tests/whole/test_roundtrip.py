@@ -16,7 +16,7 @@ import zexport
 from tests.support.checkpoints import Model, Run, Tensors, save, small_model, values
 from tests.support.oracles import cast, consolidated, differences
 from tests.support.strategies import EXPORT_DTYPES, TORCH_DTYPES, models, runs
-from zexport.options import ExportDType, ExportOptions
+from zexport import ExportDType, ExportOptions
 
 _ALL_RUNS = [
     Run(stage=1),

@@ -15,9 +15,7 @@ import zexport
 from tests.support.checkpoints import Model, Run, save, values
 from tests.support.expert_checkpoints import rank_file_classes, rewrite
 from tests.support.real_cases import copied, file_of
-from zexport.errors import DamagedCheckpointError
-from zexport.findings import FindingKind
-from zexport.options import ExportOptions, NameLayout
+from zexport import DamagedCheckpointError, ExportOptions, FindingKind, NameLayout
 
 _MEMORY = ExportOptions(layout=NameLayout.MEMORY)
 
