@@ -1,29 +1,29 @@
-"""``read_torch_file`` against ``torch.load``: same values, same bytes, in both containers."""
+"""``read_torch_file`` against ``torch.load``: same values, same bytes, zip and legacy."""
 
 from __future__ import annotations
 
+import argparse
 import io
-import os
-from collections import OrderedDict
-from collections.abc import Iterator
+import pickle
+from collections import OrderedDict, deque
+from enum import Enum
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+from zexport import DamagedCheckpointError
+from zexport.formats.pickle_reader import load
 from zexport.formats.pickle_values import Opaque, TensorRef
 from zexport.formats.torch_file import TorchFile, read_torch_file
 from zexport.ranges.dtypes import DType
 
-FIXTURES = Path(__file__).parents[2] / "fixtures"
-CASES = os.environ.get("ZEXPORT_CASES")
 DTYPES = [getattr(torch, dtype.torch_name) for dtype in DType]
 CONTAINERS = pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
-
-
-_NEW = {torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, torch.uint64}
+_ZIP_ONLY = {torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, torch.uint64}
 
 
 def bytes_at(file: TorchFile, tensor: TensorRef) -> bytes:
@@ -50,42 +50,40 @@ def assert_same_tensor(file: TorchFile, ours: object, theirs: torch.Tensor) -> N
 
 @st.composite
 def tensors(draw: st.DrawFn) -> torch.Tensor:
-    """A tensor of any type, often a view of something larger."""
+    """A tensor of any dtype, often a view of something larger."""
     dtype = draw(st.sampled_from(DTYPES))
     shape = draw(st.lists(st.integers(0, 5), max_size=3))
     raw = torch.randint(0, 2 if dtype is torch.bool else 256, [*shape, dtype.itemsize])
     tensor = raw.to(torch.uint8).view(dtype).reshape(shape)
-    for view in draw(
-        st.lists(st.sampled_from(["turn", "cut", "step", "spread", "clone"]), max_size=3)
-    ):
+    views = st.sampled_from(["transpose", "slice", "step", "expand", "clone"])
+    for view in draw(st.lists(views, max_size=3)):
         tensor = _viewed(tensor, view)
     return tensor
 
 
 def _viewed(tensor: torch.Tensor, view: str) -> torch.Tensor:
-    if view == "turn":
+    if view == "transpose":
         return tensor.permute(tuple(reversed(range(tensor.dim()))))
-    if view == "spread":
+    if view == "expand":
         return tensor.unsqueeze(0).expand(2, *tensor.shape)
     if view == "clone" or not tensor.dim():
         return tensor.clone()
-    return tensor[1:] if view == "cut" else tensor[..., ::2]
+    return tensor[1:] if view == "slice" else tensor[..., ::2]
 
 
 @CONTAINERS
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(values=st.lists(tensors(), max_size=4), shared=st.booleans(), protocol=st.integers(2, 5))
-def test_tensors_are_where_torch_finds_them(
+def test_tensors_equal_those_of_torch(
     tmp_path: Path, zipped: bool, values: list[torch.Tensor], shared: bool, protocol: int
 ) -> None:
-    # torch 2.13 has no old container for 8-bit floats and larger unsigned numbers.
-    assume(zipped or not any(value.dtype in _NEW for value in values))
+    assume(zipped or not any(value.dtype in _ZIP_ONLY for value in values))
     path = tmp_path / "x.pt"
     saved = OrderedDict((f"t{i}", value) for i, value in enumerate(values))
     if shared and values:
         saved["again"] = values[0]
-        saved["parameter"] = torch.nn.Parameter(values[-1], requires_grad=False)
+        saved["parameter"] = nn.Parameter(values[-1], requires_grad=False)
     torch.save(saved, path, pickle_protocol=protocol, _use_new_zipfile_serialization=zipped)
     file, loaded = read_torch_file(path), torch.load(path, weights_only=False)
     assert isinstance(file.value, dict)
@@ -96,13 +94,11 @@ def test_tensors_are_where_torch_finds_them(
 
 
 @CONTAINERS
-def test_tensors_with_python_attributes_are_read_as_torch_reads_them(
-    tmp_path: Path, zipped: bool
-) -> None:
+def test_tensors_with_python_attributes_are_read(tmp_path: Path, zipped: bool) -> None:
     path = tmp_path / "x.pt"
     flat = torch.arange(10.0)
     flat.ds_id = "0_20"
-    weight = torch.nn.Parameter(torch.arange(3.0))
+    weight = nn.Parameter(torch.arange(3.0))
     weight.note = "mine"
     torch.save([flat, flat[2:5], weight], path, _use_new_zipfile_serialization=zipped)
     file, loaded = read_torch_file(path), torch.load(path, weights_only=False)
@@ -112,13 +108,15 @@ def test_tensors_with_python_attributes_are_read_as_torch_reads_them(
 
 
 @CONTAINERS
-def test_what_a_tensor_negates_is_not_taken_for_its_values(tmp_path: Path, zipped: bool) -> None:
+def test_conjugate_and_negative_views_are_not_read_as_their_storage(
+    tmp_path: Path, zipped: bool
+) -> None:
     path = tmp_path / "x.pt"
-    turned = torch.tensor([1 + 2j, 3 - 4j]).conj()
-    plain = turned.imag.resolve_neg()
-    other = torch.tensor([1 + 2j, 3 - 4j]).conj().imag
-    assert other.is_neg()
-    saved = {"conj": turned, "neg": other, "plain": plain, "none": b""}
+    conjugate = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    plain = conjugate.imag.resolve_neg()
+    negative = torch.tensor([1 + 2j, 3 - 4j]).conj().imag
+    assert negative.is_neg()
+    saved = {"conj": conjugate, "neg": negative, "plain": plain, "none": b""}
     torch.save(saved, path, _use_new_zipfile_serialization=zipped)
     file = read_torch_file(path)
     assert isinstance(file.value, dict)
@@ -128,9 +126,42 @@ def test_what_a_tensor_negates_is_not_taken_for_its_values(tmp_path: Path, zippe
     assert file.value["none"] == b""
 
 
-def test_a_file_saved_to_a_stream_is_read(tmp_path: Path) -> None:
-    stream = io.BytesIO()
-    torch.save(torch.ones(3), stream)
+@CONTAINERS
+@pytest.mark.parametrize(
+    ("shape", "stride", "offset"),
+    [((13,), (1,), 0), ((3, 4), (4, 1), 1), ((2,), (12,), 0), ((1,), (1,), 12), ((), (), 2**62)],
+)
+def test_tensor_beyond_its_storage_is_refused(
+    tmp_path: Path, zipped: bool, shape: tuple[int, ...], stride: tuple[int, ...], offset: int
+) -> None:
+    path = tmp_path / "x.pt"
+    torch.save(torch.zeros(12), path, _use_new_zipfile_serialization=zipped)
+    file = read_torch_file(path)
+    assert isinstance(file.value, TensorRef)
+    wild = TensorRef(file.value.dtype, shape, stride, offset, file.value.storage)
+    with pytest.raises(DamagedCheckpointError, match=r"exceeds its storage.*found 48 bytes"):
+        file.source(wild)
+    inside = TensorRef(file.value.dtype, (2, 2), (9, 2), 0, file.value.storage)
+    assert file.source(inside).nbytes == 16
+
+
+@CONTAINERS
+def test_no_tensor_data_is_read(tmp_path: Path, zipped: bool) -> None:
+    path = tmp_path / "big.pt"
+    torch.save(torch.zeros(3_000_000), path, _use_new_zipfile_serialization=zipped)
+    before = _bytes_read()
+    file = read_torch_file(path)
+    assert isinstance(file.value, TensorRef)
+    assert file.source(file.value).nbytes == 12_000_000
+    assert _bytes_read() - before < 1 << 21
+
+
+def _bytes_read() -> int:
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def test_file_saved_to_a_stream_is_read(tmp_path: Path) -> None:
+    torch.save(torch.ones(3), stream := io.BytesIO())
     path = tmp_path / "x.pt"
     path.write_bytes(stream.getvalue())
     file = read_torch_file(path)
@@ -138,33 +169,102 @@ def test_a_file_saved_to_a_stream_is_read(tmp_path: Path) -> None:
     assert_same_tensor(file, file.value, torch.ones(3))
 
 
-def rank_files() -> Iterator[Path]:
-    """The rank files of the checkpoints kept beside the tests, and of ``ZEXPORT_CASES``."""
-    for folder in (FIXTURES, CASES):
-        for case in Path(folder).glob("*") if folder else ():
-            if not case.name.startswith("dmg_"):
-                yield from case.rglob("*_states.pt")
+PLAIN = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**300), 2**300)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=300),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(
+            st.text(max_size=3) | st.tuples(st.integers(), st.booleans()), inner, max_size=4
+        )
+        | st.dictionaries(st.text(max_size=3), inner, max_size=4).map(OrderedDict)
+        | st.sets(st.integers() | st.text(max_size=3), max_size=4)
+        | st.frozensets(st.tuples(st.integers(), st.text(max_size=3)), max_size=4)
+    ),
+    max_leaves=20,
+)
 
 
-def walk(file: TorchFile, ours: object, theirs: object) -> int:
-    """Compare every tensor below; returns how many there are."""
+@given(PLAIN, st.binary(max_size=300), st.integers(2, 5))
+def test_plain_values_equal_those_of_python(value: object, raw: bytes, protocol: int) -> None:
+    both = [value, raw, bytearray(raw)] if protocol == 5 else value
+    result = load(pickle.dumps(both, protocol), path=Path("x"))
+    assert result.value == both
+    assert result.unknown_globals == ()
+
+
+def test_zero_stage_is_a_number_however_python_pickled_it() -> None:
+    stage = b"cdeepspeed.runtime.zero.config\nZeroStageEnum\n"
+    by_value = load(stage + b"K\x03\x85R.", path=Path("x"))
+    name = b"X\x07\x00\x00\x00weights"
+    by_name = load(b"c__builtin__\ngetattr\n" + stage + name + b"\x86R.", path=Path("x"))
+    assert by_name.value == by_value.value == 3
+    assert by_name.unknown_globals == by_value.unknown_globals == ()
+    other = load(b"cbuiltins\ngetattr\ncposix\nsystem\n" + name + b"\x86R.", path=Path("x"))
+    assert isinstance(other.value, Opaque)
+    assert "builtins.getattr" in map(str, other.unknown_globals)
+
+
+class _Unknown:
+    """Pickled with keyword arguments, state and class."""
+
+    def __init__(self, **fields: object) -> None:
+        self.__dict__.update(fields)
+
+    def __getnewargs_ex__(self) -> tuple[tuple[object, ...], dict[str, object]]:
+        return (1,), {"a": 2}
+
+
+@pytest.mark.parametrize("protocol", range(2, 6))
+@CONTAINERS
+def test_everything_that_torch_saves_is_read(protocol: int, zipped: bool, tmp_path: Path) -> None:
+    inner: list[object] = []
+    inner.append((1, 2, 3, inner))
+    state = {
+        "plain": [None, True, 1, -1, 300, 70_000, 2**70, 2**3000, 1.5, "ü", "u" * 300],
+        "bytes": [b"x", b"y" * 300, bytearray(b"z")],
+        "many": [list(range(2001)), {str(i): i for i in range(2001)}, set(range(2001))],
+        "objects": [argparse.Namespace(a=1), _Unknown(a=1), Path("x"), slice(1), deque([1]), inner],
+        "mine": [OrderedDict(a=OrderedDict()), frozenset({1}), torch.Size([1]), torch.float32],
+        "tensors": [torch.zeros(3, 2).t(), nn.Parameter(torch.ones(2)), torch.zeros(1).bfloat16()],
+        "optimizer": torch.optim.AdamW([nn.Parameter(torch.ones(2))]).state_dict(),
+    }
+    path = tmp_path / "x.pt"
+    torch.save(state, path, pickle_protocol=protocol, _use_new_zipfile_serialization=zipped)
+    value = read_torch_file(path).value
+    assert isinstance(value, dict)
+    for key in ("plain", "many", "optimizer"):
+        assert value[key] == state[key]
+    assert [type(one).__name__ for one in value["tensors"]] == ["TensorRef"] * 3
+
+
+def _compare(file: TorchFile, ours: object, theirs: object) -> None:
     if isinstance(theirs, torch.Tensor):
         assert_same_tensor(file, ours, theirs)
-        return 1
-    if isinstance(theirs, dict):
+    elif isinstance(theirs, dict):
         assert isinstance(ours, dict)
-        assert len(ours) == len(theirs)
-        return sum(walk(file, *pair) for pair in zip(ours.values(), theirs.values(), strict=True))
-    if isinstance(theirs, list | tuple):
+        assert list(ours) == list(theirs)
+        for key, value in theirs.items():
+            _compare(file, ours[key], value)
+    elif isinstance(theirs, list | tuple):
         assert isinstance(ours, list | tuple)
-        return sum(walk(file, *pair) for pair in zip(ours, theirs, strict=True))
-    return 0
+        for one, other in zip(ours, theirs, strict=True):
+            _compare(file, one, other)
+    elif isinstance(theirs, int | float | str | None) and not isinstance(theirs, Enum):
+        assert ours == theirs
 
 
 @pytest.mark.slow
-def test_every_rank_file_that_deepspeed_wrote_is_read_as_torch_reads_it() -> None:
-    for path in sorted(rank_files()):
+@pytest.mark.deepspeed
+def test_rank_files_of_all_fixtures_equal_those_of_torch() -> None:
+    fixtures = Path(__file__).parents[2] / "fixtures"
+    paths = sorted(fixtures.rglob("*_states.pt"))
+    assert len(paths) > 100
+    for path in paths:
         file = read_torch_file(path)
         assert file.unknown_globals == ()
-        assert file.value, path
-        walk(file, file.value, torch.load(path, weights_only=False, map_location="cpu"))
+        _compare(file, file.value, torch.load(path, map_location="cpu", weights_only=False))

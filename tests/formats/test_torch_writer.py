@@ -1,4 +1,4 @@
-"""Writing files of ``torch.save``'s form: torch gives back what went in, and nothing else can."""
+"""Written torch files: ``torch.load`` returns the same values, and no code can be in them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from zexport import UnsafeError
 from zexport.formats.pickle_values import (
-    FragmentAddress,
+    NEWOBJ,
+    NEWOBJ_EX,
     Global,
-    Made,
     Opaque,
     OpaqueKey,
     Ordered,
@@ -69,7 +69,7 @@ def test_torch_loads_every_kind_of_value(save: Save, mmap: bool) -> None:
         "texts": ("", "é", "\ud800", "a" * 300),
         "constants": [None, True, False, ()],
         "bytes": [b"", b"a\xff", bytearray(b"abc")],
-        "others": [{1}, 1 - 2j, {(1, "a"): 2, None: 3, 1.5: 4}],
+        "others": [{1}, {(1, "a"): 2, None: 3, 1.5: 4}],
     }
     extra = {
         "ordered": (Ordered(b=1, a=Ordered()), OrderedDict(b=1, a=OrderedDict())),
@@ -90,19 +90,17 @@ def test_torch_loads_every_kind_of_value(save: Save, mmap: bool) -> None:
         assert loaded[name].view(torch.uint8).numpy().tobytes() == raw
 
 
-def test_what_is_one_object_stays_one_and_nothing_else_becomes_it(save: Save) -> None:
+def test_shared_objects_stay_shared_and_equal_ones_separate(save: Save) -> None:
     tied, alike, empty = _leaf(2), _leaf(2), _leaf(0, 2)
     cyclic: list[object] = []
-    inner: tuple[object, ...] = (cyclic, 1, 2, 3)
-    cyclic += [inner, [cyclic]]
+    cyclic += [cyclic, [cyclic]]
     shared = [cyclic, tied, empty]
     hooked = Opaque(Global("collections", "defaultdict"), (Global("builtins", "list"),))
     hooked.pairs = [("a", hooked)]
-    value = (shared, shared, inner, {"a": tied, "b": alike, "e": _leaf(0)}, hooked)
+    value = (shared, shared, (), {"a": tied, "b": alike, "e": _leaf(0)}, hooked)
     loaded = torch.load(save(value), weights_only=False)
     assert loaded[0] is loaded[1]
-    assert loaded[0][0] is loaded[2][0] is loaded[2][0][1][0]
-    assert loaded[2] is loaded[2][0][0]
+    assert loaded[0][0] is loaded[0][0][0] is loaded[0][0][1][0]
     assert loaded[0][1] is loaded[3]["a"]
     assert loaded[3]["a"].data_ptr() != loaded[3]["b"].data_ptr()
     assert (loaded[0][2].shape, loaded[3]["e"].shape) == ((0, 2), (0,))
@@ -111,50 +109,46 @@ def test_what_is_one_object_stays_one_and_nothing_else_becomes_it(save: Save) ->
     assert loaded[3]["a"]._backward_hooks is not loaded[3]["b"]._backward_hooks
 
 
-def test_values_may_be_nested_to_any_depth(save: Save) -> None:
-    value: object = _leaf(2)
-    for _ in range(10_000):
-        value = [(value,), {"a": 1}]
-    loaded = torch.load(save(value), weights_only=True)
-    for _ in range(10_000):
-        loaded = loaded[0][0]
-    assert loaded.shape == (2,)
-    assert read_torch_file(save(value)).members
-
-
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "name"),
     [
         (Opaque(Global("os", "system"), ("true",)), "os.system"),
         (Global("os", "system"), "os.system"),
-        (Opaque(Opaque(Global("torch", "device"), ()), ()), "what another call gives"),
+        (Opaque(Opaque(Global("torch", "device"), ()), ()), "call of a call"),
         (Opaque(Global("argparse", "Namespace"), ()), "argparse.Namespace"),
-        (Opaque(Global("torch", "device"), ("cpu",), made=Made.BY_NEW), "torch.device"),
-        (Opaque(Global("torch", "device"), ("cpu", {}), made=Made.BY_NEW_WITH_NAMES), "device"),
+        (Opaque(Global("torch", "device"), ("cpu",), opcode=NEWOBJ), "torch.device"),
+        (Opaque(Global("torch", "device"), ("cpu", {}), opcode=NEWOBJ_EX), "device"),
         (Opaque(Global("numpy", "dtype"), ("O8", False, True)), "numpy.dtype"),
         (Opaque(Global("_codecs", "encode"), ("x", "rot13")), "_codecs.encode"),
     ],
 )
-def test_nothing_that_could_run_is_written(value: object, told: str) -> None:
-    with pytest.raises(UnsafeError, match=told):
+def test_calls_outside_the_closed_list_are_refused(value: object, name: str) -> None:
+    with pytest.raises(UnsafeError, match=name):
         lay_out({"a": [(value,)]}, "file")
-    state = Opaque(Global("argparse", "Namespace"), (), made=Made.BY_NEW, state={"a": value})
-    with pytest.raises(UnsafeError, match=told):
+    state = Opaque(Global("argparse", "Namespace"), (), opcode=NEWOBJ, state={"a": value})
+    with pytest.raises(UnsafeError, match=name):
         lay_out(state, "file")
 
 
-def test_keys_that_take_without_end_to_hash_are_not_written(save: Save) -> None:
+def test_keys_that_are_slow_to_hash_are_refused(save: Save) -> None:
     key: tuple[object, ...] = ("a", ("b", 1.5, None))
     loaded = torch.load(save({as_key(key): 1, OpaqueKey(tuple(range(20))): 2}))
     assert loaded == {key: 1, tuple(range(20)): 2}
     for _ in range(40):
         key = (key, key)
-    with pytest.raises(UnsafeError, match="a key that may take without end to hash"):
+    with pytest.raises(UnsafeError, match="slow to hash"):
         lay_out({as_key(key): 1}, "file")
-    with pytest.raises(UnsafeError, match="a set of what is not plain"):
+    with pytest.raises(UnsafeError, match="a set of nested values"):
         lay_out({as_key((key,))}, "file")
-    with pytest.raises(UnsafeError, match="found FragmentAddress"):
-        lay_out([FragmentAddress(0, 1)], "file")
+    with pytest.raises(UnsafeError, match="found PosixPath"):
+        lay_out([Path("x")], "file")
+    cyclic: list[object] = []
+    cyclic.append((cyclic,))
+    assert lay_out(cyclic, "file")
+    for _ in range(5000):
+        cyclic = [cyclic]
+    with pytest.raises(UnsafeError, match="nested too deep"):
+        lay_out(cyclic, "file")
 
 
 _PLAIN = st.one_of(
@@ -185,10 +179,10 @@ _TREES = st.recursive(
 
 
 @settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(_TREES)
-def test_any_tree_survives_being_written_and_read(save: Save, tree: object) -> None:
+def test_any_value_is_read_back(save: Save, tree: object) -> None:
     path = save(tree)
     _check_alike(tree, torch.load(path, weights_only=True), read_torch_file(path).value)
 

@@ -1,7 +1,5 @@
-"""Fuzzers: hostile bytes for every reader. ``python -m tests.fuzz --seconds 60`` runs all of them.
+"""Fuzzers: malicious bytes for every reader. ``python -m tests.fuzz --seconds 60`` runs all.
 
-Each target is a module with ``TARGET``; ``python -m tests.fuzz pickles zips`` runs these alone,
-``python -m tests.fuzz.pickles`` one of them in the same process.
-With atheris (the extra ``fuzz``) the search is guided by coverage; without it, and in the suite,
+With atheris (the extra ``fuzz``) coverage guides the search; without it, and in the test suite,
 mutations are drawn from a fixed seed.
 """

@@ -1,4 +1,4 @@
-"""Real checkpoints with one hostile file: its pickle changed and its zip made right again."""
+"""Real checkpoints with a changed pickle in one file, in a valid zip."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from tests.fuzz.pickles import FIXTURES
-from tests.fuzz.runner import main
-from tests.fuzz.target import Target
+from tests.fuzz.readers import FIXTURES
+from tests.fuzz.runner import Target
 from zexport import ExportOptions, NameLayout, open_checkpoint, plan_export
-from zexport.inspect.inspect import inspect_checkpoint
-from zexport.report.inspect_json import inspection_json
+from zexport.inspect.summary import inspect_checkpoint
+from zexport.report.json import inspection_json
 
 _CASES = (
     "z3_w2_bf16_frozen",
@@ -32,14 +31,13 @@ _HEAD = 2  # the first bytes of an input choose the checkpoint and the file
 
 @cache
 def _files() -> Sequence[tuple[Path, Path]]:
-    """Checkpoints, and a rank file of each."""
     roots = [FIXTURES / case / "ckpt" for case in _CASES]
     return [(root, file) for root in roots for file in sorted(root.glob("*/*.pt"))]
 
 
 @cache
 def seeds() -> Sequence[bytes]:
-    """The number of a file, and its pickle."""
+    """Return the number of a file and its pickle."""
     return [
         number.to_bytes(_HEAD, "little") + _pickle_of(file)
         for number, (_, file) in enumerate(_files())
@@ -56,7 +54,7 @@ def _name(archive: zipfile.ZipFile) -> str:
 
 
 def read(data: bytes, folder: Path) -> object:
-    """The checkpoint opened, inspected and planned."""
+    """Open, inspect and plan an export."""
     number = int.from_bytes(data[:_HEAD], "little") % len(_files())
     root, file = _files()[number]
     copy = folder / root.parent.name
@@ -74,7 +72,7 @@ def read(data: bytes, folder: Path) -> object:
 
 
 def with_pickle(path: Path, data: bytes) -> bytes:
-    """A file of ``torch.save`` with another pickle."""
+    """Return a torch file with another pickle."""
     stream = io.BytesIO()
     with zipfile.ZipFile(path) as old, zipfile.ZipFile(stream, "w") as new:
         name = _name(old)
@@ -83,7 +81,4 @@ def with_pickle(path: Path, data: bytes) -> bytes:
     return stream.getvalue()
 
 
-TARGET = Target("checkpoints", seeds, read)
-
-if __name__ == "__main__":
-    main(TARGET)
+TARGETS = {"checkpoints": Target("checkpoints", seeds, read)}

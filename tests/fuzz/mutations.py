@@ -1,4 +1,4 @@
-"""Changes to bytes that a reader may not expect, drawn from a random generator."""
+"""Random changes to bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LONGEST = 64
 
 
 def mutated(random: Random, seeds: Sequence[bytes]) -> bytes:
-    """One of the seeds with one to eight changes."""
+    """Return one of the seeds with one to eight changes."""
     data = bytearray(random.choice(seeds))
     for _ in range(random.choice((1, 1, 1, 2, 2, 4, 8))):
         random.choice(_CHANGES)(random, data, seeds)
@@ -68,14 +68,5 @@ def _splice(random: Random, data: bytearray, seeds: Sequence[bytes]) -> None:
 
 _Change = Callable[[Random, bytearray, Sequence[bytes]], None]
 _CHANGES: tuple[_Change, ...] = (
-    _flip,
-    _set,
-    _set,
-    _number,
-    _insert,
-    _cut,
-    _end,
-    _repeat,
-    _splice,
-    _splice,
+    *(_flip, _set, _set, _number, _insert, _cut, _end, _repeat, _splice, _splice),
 )

@@ -1,7 +1,7 @@
-"""Real checkpoints of every layout with one to three values exchanged in one file.
+"""Real checkpoints of every layout with one to three values replaced in one file.
 
-Reading ends in a refusal with a path, or in the values that were saved, in every slot. Other values
-are right only if a replica differs, or if a tensor of the file now is another part of that file.
+Reading must fail with a path, or return the saved values in every slot. Other values are only
+accepted if a replica differs, or if the file now names other bytes of itself.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ import torch
 
 from tests.fuzz import values
 from tests.fuzz.mutations import mutated
-from tests.fuzz.runner import main
-from tests.fuzz.target import Target
+from tests.fuzz.runner import Target
 from tests.support.fsdp_checkpoints import made, opened
 from zexport import DamagedCheckpointError, ZexportError
 from zexport.checkpoint.fsdp.source import holds_fsdp
@@ -44,7 +43,7 @@ _Values = Mapping[tuple[str, str], bytes]
 
 @cache
 def _cases() -> Sequence[Path]:
-    """Folders of checkpoints that are whole, each with a ``case.json``."""
+    """Return folders of valid checkpoints, each with a ``case.json``."""
     homes = [_FIXTURES, made(Path(_MADE.name, "fsdp"))]
     if named := os.environ.get("ZEXPORT_CASES"):
         homes += [Path(named), Path(named).parent / "cases_fsdp"]
@@ -54,7 +53,7 @@ def _cases() -> Sequence[Path]:
 
 @cache
 def _files(case: Path) -> Sequence[str]:
-    """The files of a case that hold pickles or a header, below its folder."""
+    """Return the files of a case with pickles or a header, relative to its folder."""
     root = case / "ckpt"
     found = [path for pattern in _PICKLES for path in sorted(root.rglob(pattern))]
     found = [path for path in found if path.name == ".metadata" or zipfile.is_zipfile(path)]
@@ -71,7 +70,7 @@ def _open(case: Path, copy: Path) -> TrainingState:
 
 
 def _values(state: TrainingState) -> _Values:
-    """A digest of every slot of every parameter."""
+    """Return a digest of every slot of every parameter."""
     raise_problems(state)
     bound = {
         (name, slot): one.source(slot)
@@ -96,13 +95,12 @@ def _undamaged(case: Path, copy: Path) -> _Values:
 
 
 def seeds() -> Sequence[bytes]:
-    """Numbers from which the changes are drawn."""
-    _cases()  # some are made, which is no input's time
+    _cases()  # creates some, which must not count as time of an input
     return [bytes([number]) * 8 for number in range(8)]
 
 
 def read(data: bytes, folder: Path) -> object:
-    """A checkpoint with values exchanged in one file."""
+    """Read a checkpoint with values replaced in one file."""
     draw = random.Random(data)
     case = draw.choice(_cases())
     copy = folder / case.parent.name / case.name
@@ -130,7 +128,7 @@ def _refused_with_a_path() -> Iterator[None]:
 def _check_values(
     state: TrainingState, truth: _Values, found: _Values, path: Path, refs: set[str]
 ) -> None:
-    """Refuse values that differ and are found out; fail for any others."""
+    """Raise for wrong values that replicas detect; fail for others."""
     wrong = [key for key in truth.keys() & found.keys() if truth[key] != found[key]]
     if not wrong:
         return
@@ -146,11 +144,11 @@ def _check_values(
                 kept, other = (bytes(x.to(narrow).view(torch.uint8).numpy()) for x in (one, two))
             if kept != other:
                 raise DamagedCheckpointError("a replica differs", path=path)
-    own = [(one.offset, one.nbytes) for one in files[path].members if one.name in refs]
+    own = [(one.offset, one.nbytes) for one in files[path].records if one.name in refs]
     for name, slot in wrong:
         source = state.parameters[name].source(slot)
         ranges = [one for one in source.extents(0, source.nbytes) if one.path == path]
-        # A file that says that its tensor is empty names no bytes.
+        # A file whose tensor became empty names no bytes.
         named = not source.nbytes or any(a <= o.offset < a + n for o in ranges for a, n in own)
         assert named, f"wrong values of {slot} of {name!r}"
 
@@ -161,7 +159,7 @@ def _dtypes(replica: CastReplica) -> tuple[object, object]:
 
 @contextmanager
 def _changed(draw: random.Random, path: Path) -> Iterator[set[str]]:
-    """A file with other values; which records of it tensors name that did not before."""
+    """Change values of a file; yield the records that tensors name only now."""
     whole = path.read_bytes()
     named: set[str] = set()
     if path.suffix == ".distcp":
@@ -197,7 +195,6 @@ _parsed = cache(values.parsed)
 
 
 def _header_changed(draw: random.Random, data: bytes) -> bytes:
-    """A safetensors file with another value in its header."""
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
     info = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])
@@ -215,7 +212,7 @@ def _header_changed(draw: random.Random, data: bytes) -> bytes:
 
 
 def _named(data: bytes) -> Counter[TensorRef]:
-    """All tensors in a pickle, and at how many places each is."""
+    """Return all tensors in a pickle, with their count."""
     try:
         waiting = [load(data, path=Path("x")).value]
     except ZexportError:
@@ -234,7 +231,4 @@ def _named(data: bytes) -> Counter[TensorRef]:
     return found
 
 
-TARGET = Target("states", seeds, read)
-
-if __name__ == "__main__":
-    main(TARGET)
+TARGETS = {"states": Target("states", seeds, read)}

@@ -1,4 +1,4 @@
-"""Values inside a pickle, exchanged for others: the rest of it can still be read."""
+"""Replace values inside a pickle; the rest stays readable."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import NamedTuple
 _NOT_VALUES = ("PROTO", "FRAME", "STOP")
 _COMPLETING = ("SETITEM", "SETITEMS", "APPEND", "APPENDS", "ADDITEMS", "BUILD")
 _SELF = b""
-"""Stands for a list that contains itself twice."""
+"""A list that contains itself twice."""
 
 
 class Foreign:
-    """A class that no reader knows."""
+    """An unknown class."""
 
 
 class Op(NamedTuple):
-    """An opcode with its argument; what it remembers or recalls, by its number."""
+    """An opcode with its argument, and the number of the value it stores or gets."""
 
     raw: bytes
     name: str
@@ -30,14 +30,13 @@ class Op(NamedTuple):
 
 
 class Parsed(NamedTuple):
-    """A pickle; which of its opcodes, from and to, make a value that nothing outside refers to."""
+    """A pickle, and the opcodes (first, last) of values without references from outside."""
 
     ops: list[Op]
     values: list[tuple[int, int]]
 
 
 def parsed(data: bytes) -> Parsed:
-    """The opcodes of a pickle, and its values."""
     ops: list[Op] = []
     stack: list[tuple[int, int]] = []  # where a value begins, and its number (a mark: none)
     made: dict[int, tuple[int, int]] = {}
@@ -85,7 +84,7 @@ def parsed(data: bytes) -> Parsed:
 
 
 def exchanged(draw: Random, pickle: Parsed) -> bytes:
-    """A pickle with one to three values exchanged for others."""
+    """Return a pickle with one to three values replaced."""
     chosen: dict[int, int] = {}
     for _ in range(draw.choice((1, 1, 2, 3))):
         first, last = draw.choice(pickle.values)
@@ -115,7 +114,7 @@ def exchanged(draw: Random, pickle: Parsed) -> bytes:
 
 
 def _other(draw: Random, value: object) -> bytes:
-    """Another value: near to the old one, or of any kind."""
+    """Return another value: similar, or of any kind."""
     if isinstance(value, int) and draw.random() < 0.6:
         return written(draw.choice((0, 1, value + 1, value - 1, 2 * value, -value, value + 2**62)))
     if isinstance(value, str) and draw.random() < 0.6:
@@ -124,7 +123,7 @@ def _other(draw: Random, value: object) -> bytes:
 
 
 def written(value: object) -> bytes:
-    """The bytes that make a value within a pickle, which remember nothing."""
+    """Return the pickle of a value without memo."""
     stream = BytesIO()
     pickler = pickle.Pickler(stream, 2)
     pickler.fast = True
@@ -133,7 +132,6 @@ def written(value: object) -> bytes:
 
 
 def _tensor(kind: str, key: str, numel: int, shape: tuple[int, ...], stride: object) -> bytes:
-    """What ``torch.save`` writes of a tensor."""
     storage = b"(" + written("storage") + b"ctorch\n%bStorage\n" % kind.encode()
     storage += written(key) + written("cpu") + written(numel) + b"tQ"
     place = written(0) + written(shape) + written(stride) + written(False)
@@ -149,44 +147,11 @@ _JUNK = [
     *map(
         written,
         [
-            None,
-            True,
-            -1,
-            0,
-            1,
-            3,
-            2**62,
-            -(2**70),
-            10**300,
-            10**2400,
-            1.5,
-            float("nan"),
-            "",
-            "x",
-            "../x",
-            "\x1b[2J\n",
-            "\ud800",
-            "²",
-            "n" * 100_000,
-            b"x",
-            (),
-            (1,),
-            [],
-            {},
-            set(),
-            [[]],
-            [0],
-            [-1],
-            ["64"],
-            [2**62, 2**62],
-            [1] * 100,
-            {"x": [2]},
-            {1: 2},
-            {10**2400: 1},
-            {"\ud800": 1},
-            {None: {(1, 2): 3}},
-            Foreign(),
-            Foreign,
+            *(None, True, -1, 0, 1, 3, 2**62, -(2**70), 10**300, 10**2400, 1.5, float("nan")),
+            *("", "x", "../x", "\x1b[2J\n", "\ud800", "²", "n" * 100_000, b"x"),
+            *((), (1,), [], {}, set(), [[]], [0], [-1], ["64"], [2**62, 2**62], [1] * 100),
+            *({"x": [2]}, {1: 2}, {10**2400: 1}, {"\ud800": 1}, {None: {(1, 2): 3}}),
+            *(Foreign(), Foreign),
         ],
     ),
     _SELF,

@@ -1,4 +1,4 @@
-"""Computed tensors: the same bits whatever window is asked for, and the right ones."""
+"""Computed tensors: right, and the same bits in every window."""
 
 from __future__ import annotations
 
@@ -17,12 +17,10 @@ from zexport.storage.files import version
 
 
 class File:
-    """A file of elements, and what a reader must know of it."""
-
     def __init__(self, path: Path, values: torch.Tensor) -> None:
         raw = values.contiguous().view(torch.uint8).numpy().tobytes()
         path.write_bytes(raw)
-        self.path, self.version, self.members = path, version(path), ()
+        self.path, self.version, self.records = path, version(path), ()
         dtype = DType.BF16 if values.dtype is torch.bfloat16 else DType.F32
         self.elements = Elements(Extent(path, 0, len(raw)), dtype)
 
@@ -40,7 +38,6 @@ class Tensors:
         return self.files[name].elements
 
     def read(self, source: ByteSource, step: int) -> torch.Tensor:
-        """All of a source, ``step`` elements at a time."""
         out = np.empty(source.nbytes // 4, np.float32)
         with SourceReader(self.files.values()) as reader:
             for at in range(0, out.size, step):
@@ -51,7 +48,7 @@ class Tensors:
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a small tensor has many blocks, slabs and parts."""
+    """Give a small tensor many blocks, slabs and parts."""
     monkeypatch.setattr(calculator, "_BLOCK_NUMEL", 64)
     monkeypatch.setattr(calculator, "_SLAB_NUMEL", 100)
     monkeypatch.setattr(calculator, "_PART_NUMEL", 50)
@@ -67,10 +64,9 @@ def delta(factors: Factors, tensors: Tensors) -> torch.Tensor:
 @pytest.mark.parametrize("matrices", [1, 3])
 @pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize("has_magnitude", [False, True])
-def test_any_window_of_an_update_has_the_same_bits(
+def test_update_is_right_and_the_same_in_every_window(
     tmp_path: Path, matrices: int, is_transposed: bool, has_magnitude: bool
 ) -> None:
-    """Windows of one row's part, of many blocks, and all at once; and what they hold is right."""
     inputs, outputs, rank = 7, 53, 3
     shape = (inputs, outputs) if is_transposed else (outputs, inputs)
     tensors = Tensors(
@@ -96,7 +92,7 @@ def test_any_window_of_an_update_has_the_same_bits(
     torch.testing.assert_close(whole.view(wanted.shape), wanted)
 
 
-def test_a_sum_and_a_change_of_type_are_those_of_torch(tmp_path: Path) -> None:
+def test_sum_and_cast_equal_torch(tmp_path: Path) -> None:
     tensors = Tensors(tmp_path, base=(130,), addend=(130,))
     total = ScaledSum(tensors["base"], tensors["addend"], 0.7)
     base, addend = tensors.values["base"], tensors.values["addend"]

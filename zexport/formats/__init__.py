@@ -1,1 +1,1 @@
-"""File formats: those of torch.save, read as inert data, and safetensors."""
+"""torch.save files, pickles and safetensors, without DeepSpeed."""

@@ -1,11 +1,9 @@
-"""A pickle's stack machine without its two dangerous parts: it looks no name up, and calls nothing.
+"""Read pickles as plain data: a pickle machine that imports nothing and calls nothing.
 
-A pickle is a program for that machine. Every opcode makes, stores or appends a bounded number of
-values, and none recurses.
+Every opcode creates, stores or appends a bounded number of values; none recurses.
 
-Source of the opcodes: CPython 3.11, ``Lib/pickletools.py``. Those are left out that no pickler of
-the protocols 2 to 5 writes (the texts, numbers and classes of protocols 0 and 1, and of Python 2;
-texts beyond 4 GiB), and those whose values are not in the file (extension codes, out-of-band
+Source of the opcodes: CPython 3.11, ``Lib/pickletools.py``. Opcodes that no pickler of protocols 2
+to 5 writes are refused, and those whose values are not in the file (extension codes, out-of-band
 buffers).
 """
 
@@ -15,183 +13,153 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from msgspec import Struct
 
-from zexport.errors import DamagedCheckpointError, UnsafeError, UnsupportedError
-from zexport.formats.pickle_globals import CALLS, CONSTRUCTORS, HARMLESS, Call, storage_of
+from zexport.errors import DamagedCheckpointError, UnsafeError, UnsupportedError, ZexportError
+from zexport.formats.pickle_globals import CALLS, HARMLESS, storage_of
 from zexport.formats.pickle_values import (
-    ExcessError,
-    ForeignStorage,
-    FragmentAddress,
+    NEWOBJ,
+    NEWOBJ_EX,
+    REDUCE,
     Global,
-    HiddenError,
-    Made,
-    MalformedError,
     Opaque,
     Ordered,
+    PickleError,
     StorageRef,
     as_key,
 )
-from zexport.storage.contents import FileBytes
+from zexport.storage.files import FileBytes
 
-MAX_OPCODES = 32_000_000  # a model of 100,000 tensors takes about 4 million
+MAX_PICKLE_NBYTES = 64 << 20
+MAX_OPCODES = 32_000_000  # a model of 100,000 tensors has about 4 million
 MAX_NBYTES = 192 << 20
-"""Memory that one pickle and its values may take, as ``Machine.spend`` estimates it.
+"""Memory that one pickle and its values may take, as ``Machine.charge`` estimates it.
 
-A model file of 100,000 tensors takes nearly all of it (a hundred megabytes, as the estimate errs
-upwards). Without this bound a few kilobytes of compressed pickle could ask for gigabytes of empty
-containers.
+A model states file of 100,000 tensors is charged nearly all of it, and takes 100 MB. Without a
+limit, a few kilobytes of pickle could allocate gigabytes of empty containers.
 """
-_MAX_INT_NBYTES = 1024  # beyond about 1,780 bytes Python refuses to print an int
+_MAX_INT_NBYTES = 1024  # Python refuses to print an int beyond 1,780 bytes
 _STOP = ord(".")
 
-# What is charged, in bytes; measured with CPython 3.11, rounded up.
-_PLACE_NBYTES = 9  # on the stack or in the memo, and a little for its growth
-_NUMBER_NBYTES = 48  # with its place
-_VALUE_NBYTES = 72  # a text, tuple, list, dict, call or mark, with its place
-_MEMBER_NBYTES = 112  # of a dict (its key, its value) or a set; an ``Opaque``
-_TABLE_NBYTES = 192  # what the first member costs besides
+# Charges in bytes, measured with CPython 3.11 and rounded up.
+_SLOT_NBYTES = 9  # on the stack or in the memo
+_NUMBER_NBYTES = 48  # with its slot
+_VALUE_NBYTES = 72  # a text, tuple, list, dict, call or mark, with its slot
+_ITEM_NBYTES = 112  # of a dict (key, value) or a set; an ``Opaque``
+_TABLE_NBYTES = 192  # for the first item
 _GLOBAL_NBYTES = 440
-_SHALLOW = 64  # marks; more of them at a time than any checkpoint has are charged for
+_FREE_MARKS = 64  # more open marks than any checkpoint has
 _COPY_NBYTES = 160  # a value that a call copies
-_SHORT = 4  # a call that copies at most so many values takes no more than its opcode costs
-_WIDEST = 4  # bytes that a character takes in memory, if one of its text is rare
+_FREE_COPIES = 4
+_CHARACTER_NBYTES = 4  # if a text contains a rare character
 
-
-Run = TypeVar("Run", bound=Callable[..., None])
-
+_Act = TypeVar("_Act", bound=Callable[..., None])
 _OPCODES: list[Callable[..., None] | None] = [None] * 256
-_COSTS: list[int] = [_PLACE_NBYTES] * 256
+_CHARGES: list[int] = [_SLOT_NBYTES] * 256
 
 
-def _opcode(code: bytes, nbytes: int = _PLACE_NBYTES, **known: object) -> Callable[[Run], Run]:
-    """What an opcode does, with what its number says, and what its own object takes.
+def _opcode(code: bytes, nbytes: int = _SLOT_NBYTES, **arguments: object) -> Callable[[_Act], _Act]:
+    """Register a method for an opcode, and the charge for each use."""
 
-    What depends on the number of values or on their length is charged where they are made.
-    """
-
-    def register(run: Run) -> Run:
-        _OPCODES[code[0]] = partial(run, **known) if known else run
-        _COSTS[code[0]] = nbytes
-        return run
+    def register(act: _Act) -> _Act:
+        _OPCODES[code[0]] = partial(act, **arguments) if arguments else act
+        _CHARGES[code[0]] = nbytes
+        return act
 
     return register
 
 
-class Machine(Struct, eq=False):
-    """The state of one run: the bytes ahead, the stack, the memo, what was mentioned.
+class Machine:
+    """The state of a pickle being read.
 
-    ``stack`` holds the values since the last mark; the stacks below it wait in ``marks``.
+    ``stack`` contains the values since the last mark; ``marks`` the stacks below it.
     """
 
-    data: bytes | FileBytes
-    pos: int
-    limit: int
-    spent: int
-    stack: list[object] = []
-    marks: list[list[object]] = []
-    memo: list[object] = []
-    globals: set[Global] = set()
-    misused: set[Global] = set()
-    storages: dict[str, StorageRef | ForeignStorage] = {}
-    fragments: list[FragmentAddress] = []
+    # CPython 3.11 sets attributes of a plain class faster than those of a ``Struct``.
+
+    def __init__(self, data: bytes | FileBytes, start: int) -> None:
+        self.data = data
+        self.pos = start
+        self.limit = min(len(data), start + MAX_PICKLE_NBYTES)
+        self.charged = self.limit - start if isinstance(data, bytes) else 0
+        self.stack: list[object] = []
+        self.marks: list[list[object]] = []
+        self.memo: list[object] = []
+        self.globals: set[Global] = set()
+        self.misused: set[Global] = set()
+        self.storages: dict[str, StorageRef] = {}
 
     def run(self) -> object:
-        """The value on top of the stack at STOP."""
-        data, opcodes, costs = self.data, _OPCODES, _COSTS
+        """Return the value on top of the stack at STOP."""
+        data, opcodes, charges = self.data, _OPCODES, _CHARGES
         for _ in range(MAX_OPCODES):
             code = data[self.pos]
             self.pos += 1
             if code == _STOP:
-                break
-            self.spent += costs[code]
-            if self.spent > MAX_NBYTES:
-                self.spend(0)
+                return self.stack.pop()
+            self.charged += charges[code]
+            if self.charged > MAX_NBYTES:
+                self.charge(0)
             if (act := opcodes[code]) is None:
-                raise MalformedError(f"{code:#04x} is not an opcode that data needs")
+                raise PickleError(f"{code:#04x} is not an opcode of plain data")
             act(self)
-        else:
-            raise MalformedError(f"it goes on after {MAX_OPCODES} opcodes")
-        if any(fragment.numel < 0 for fragment in self.fragments):
-            raise MalformedError("a fragment_address is never filled")
-        return self.stack.pop()
+        raise PickleError(f"it has more than {MAX_OPCODES} opcodes")
 
     def take(self, nbytes: int) -> bytes:
-        """The next ``nbytes`` bytes."""
+        """Return the next ``nbytes`` bytes."""
         begin, end = self.pos, self.pos + nbytes
         if end > self.limit:
-            raise MalformedError("it ends early, or is longer than it may be")
+            raise PickleError("it ends early, or is too long")
         self.pos = end
-        self.spent += nbytes
+        self.charged += nbytes
         return self.data[begin:end]
 
     def take_int(self, nbytes: int) -> int:
-        """The next ``nbytes`` bytes as an unsigned number."""
         return int.from_bytes(self.take(nbytes), "little")
 
     def take_line(self) -> str:
-        """The text up to the next line feed, without it."""
+        """Return the text up to the next line feed."""
         end = self.data.find(b"\n", self.pos, self.limit)
         if end < 0:
-            raise MalformedError("a line of it does not end")
+            raise PickleError("a line does not end")
         line = self.take(end - self.pos)
         self.pos += 1
         return line.decode()
 
-    def spend(self, nbytes: int) -> None:
-        """Account for memory that is about to be taken.
+    def charge(self, nbytes: int) -> None:
+        """Count memory before it is allocated.
 
-        Everything that an opcode makes is charged when it is made, and never given back: that
-        bounds the time as well, since no opcode works longer than it is charged for.
+        Nothing is credited back, so the limit bounds time too: no opcode works longer than it is
+        charged for.
         """
-        self.spent += nbytes
-        if self.spent > MAX_NBYTES:
-            raise ExcessError(f"would take more than {MAX_NBYTES >> 20} MiB of memory")
+        self.charged += nbytes
+        if self.charged > MAX_NBYTES:
+            raise PickleError(
+                f"it would take more than {MAX_NBYTES >> 20} MiB of memory", UnsupportedError
+            )
 
     def pop(self, count: int) -> list[object]:
-        """The ``count`` values on top of the stack, or (0) those since the last mark."""
+        """Remove ``count`` values from the stack, or (0) those since the last mark."""
         if count:
             return [self.stack.pop() for _ in range(count)][::-1]
         values, self.stack = self.stack, self.marks.pop()
         return values
 
-    def members(self) -> Iterator[object]:
-        """The values since the last mark, fit to be members of a set."""
+    def pop_items(self) -> Iterator[object]:
+        """Remove the values since the last mark, and yield them as items of a set."""
         values = self.pop(0)
-        self.spend(_MEMBER_NBYTES * len(values) + _TABLE_NBYTES)
+        self.charge(_ITEM_NBYTES * len(values) + _TABLE_NBYTES)
         return map(as_key, values)
 
     def mention(self, module: object, name: object) -> Global:
-        """The global of that name."""
         if not isinstance(module, str) or not isinstance(name, str):
-            raise MalformedError("the name of a global is not text")
-        self.spend(_GLOBAL_NBYTES)
+            raise PickleError("name of a global is not text")
+        self.charge(_GLOBAL_NBYTES)
         result = Global(module, name)
         self.globals.add(result)
         return result
-
-    def call(
-        self, known: Mapping[Global, Call], callee: object, args: object, made: Made
-    ) -> object:
-        """What a call stands for: a value for the calls in ``known``, else an ``Opaque``."""
-        if not isinstance(args, tuple):
-            raise MalformedError("the arguments of a call are not a tuple")
-        if isinstance(callee, Global) and (run := known.get(callee)) is not None:
-            # A call may copy what it is given, and the memo gives one long list to many calls.
-            copied = [len(a) for a in args if isinstance(a, list | tuple) and len(a) > _SHORT]
-            self.spend(_COPY_NBYTES * sum(copied))
-            value = run(args)
-            if isinstance(value, set | frozenset):
-                self.spend(_TABLE_NBYTES)
-            if isinstance(value, FragmentAddress):
-                self.fragments.append(value)
-            if value is not None:
-                return value
-            self.misused.add(callee)
-        self.spend(_MEMBER_NBYTES)
-        return Opaque(callee, args, made=made)
 
     @_opcode(b"N", value=None)
     @_opcode(b"\x88", value=True)
@@ -215,17 +183,17 @@ class Machine(Struct, eq=False):
     def _long(self, width: int) -> None:
         raw = self.take(self.take_int(width))
         if len(raw) > _MAX_INT_NBYTES:
-            raise MalformedError(f"a number takes more than {_MAX_INT_NBYTES} bytes")
+            raise PickleError(f"a number has more than {_MAX_INT_NBYTES} bytes")
         self.stack.append(int.from_bytes(raw, "little", signed=True))
 
     @_opcode(b"\x8c", _VALUE_NBYTES, width=1)
     @_opcode(b"X", _VALUE_NBYTES, width=4)
     def _text(self, width: int) -> None:
         raw = self.take(self.take_int(width))
-        # Python writes lone surrogates, such as those of undecodable file names, in this way.
+        # Python writes lone surrogates, as in undecodable file names, in this way.
         text = raw.decode("utf-8", "surrogatepass")
         if not text.isascii():
-            self.spend(_WIDEST * len(raw))
+            self.charge(_CHARACTER_NBYTES * len(raw))
         self.stack.append(text)
 
     @_opcode(b"C", _VALUE_NBYTES, width=1, kind=bytes)
@@ -251,16 +219,16 @@ class Machine(Struct, eq=False):
 
     @_opcode(b"\x91", _VALUE_NBYTES)
     def _frozenset(self) -> None:
-        members = self.members()
-        self.stack.append(frozenset(members))
+        items = self.pop_items()
+        self.stack.append(frozenset(items))
 
     @_opcode(b"\x90")
     def _add(self) -> None:
-        members = self.members()
+        items = self.pop_items()
         target = self.stack[-1]
         if not isinstance(target, set):
-            raise MalformedError("it adds a member to what is not a set")
-        target.update(members)
+            raise PickleError("it adds an item to a value that is not a set")
+        target.update(items)
 
     @_opcode(b"a", _VALUE_NBYTES, count=1)
     @_opcode(b"e", count=0)
@@ -269,7 +237,7 @@ class Machine(Struct, eq=False):
         target = self.stack[-1]
         items = target.items if isinstance(target, Opaque) else target
         if not isinstance(items, list):
-            raise MalformedError("it appends to what is not a list")
+            raise PickleError("it appends to a value that is not a list")
         items.extend(values)
 
     @_opcode(b"s", count=2)
@@ -278,18 +246,18 @@ class Machine(Struct, eq=False):
         values = self.pop(count)
         target = self.stack[-1]
         if len(values) % 2:
-            raise MalformedError("a key in it has no value")
-        self.spend(_MEMBER_NBYTES * len(values) + _TABLE_NBYTES)
+            raise PickleError("a key has no value")
+        self.charge(_ITEM_NBYTES * len(values) + _TABLE_NBYTES)
         pairs = zip(values[::2], values[1::2], strict=True)
         if isinstance(target, dict):
             target.update((as_key(key), value) for key, value in pairs)
         elif isinstance(target, Opaque):
             target.pairs.extend(pairs)
         else:
-            raise MalformedError("it sets an item of what is not a dict")
+            raise PickleError("it sets an item of a value that is not a dict")
 
-    # The next two are half of a checkpoint's opcodes, and a partial call takes its time. An index
-    # cut short by the end of the data is found out at the next opcode, of which there is none.
+    # _get and _put are half of a checkpoint's opcodes, so they call nothing. If the data ends in
+    # an index, the next opcode is missing.
 
     @_opcode(b"h")
     @_opcode(b"j", width=4)
@@ -298,7 +266,7 @@ class Machine(Struct, eq=False):
         self.pos = pos + width
         index = int.from_bytes(self.data[pos : self.pos], "little")
         if index >= len(self.memo):
-            raise MalformedError("it refers to a value that it never stored")
+            raise PickleError("it refers to a value that it never stored")
         self.stack.append(self.memo[index])
 
     @_opcode(b"q", width=1)
@@ -307,15 +275,15 @@ class Machine(Struct, eq=False):
         pos = self.pos
         self.pos = pos + width
         if int.from_bytes(self.data[pos : self.pos], "little") != len(self.memo):
-            raise MalformedError("it does not number in turn what it stores")
+            raise PickleError("it does not number stored values consecutively")
         self.memo.append(self.stack[-1])
 
     @_opcode(b"\x94")
     def _memoize(self) -> None:
         self.memo.append(self.stack[-1])
 
-    @_opcode(b"\x80", length=1)  # the protocol
-    @_opcode(b"\x95", length=8)  # a hint for readers that buffer
+    @_opcode(b"\x80", length=1)  # protocol
+    @_opcode(b"\x95", length=8)  # frame
     def _skip(self, length: int) -> None:
         self.take(length)
 
@@ -323,8 +291,8 @@ class Machine(Struct, eq=False):
     def _mark(self) -> None:
         self.marks.append(self.stack)
         self.stack = []
-        if len(self.marks) > _SHALLOW:
-            self.spend(_VALUE_NBYTES)
+        if len(self.marks) > _FREE_MARKS:
+            self.charge(_VALUE_NBYTES)
 
     @_opcode(b"0", count=1)
     @_opcode(b"1", count=0)
@@ -340,81 +308,96 @@ class Machine(Struct, eq=False):
         name = self.stack.pop()
         self.stack[-1] = self.mention(self.stack[-1], name)
 
-    @_opcode(b"R", _VALUE_NBYTES, known=CALLS, made=Made.BY_CALL)
-    @_opcode(b"\x81", _VALUE_NBYTES, known=CONSTRUCTORS, made=Made.BY_NEW)
-    def _call(self, known: Mapping[Global, Call], made: Made) -> None:
-        args = self.stack.pop()
-        self.stack[-1] = self.call(known, self.stack[-1], args, made)
+    @_opcode(REDUCE, _VALUE_NBYTES)
+    def _call(self) -> None:
+        args, callee = self.stack.pop(), self.stack[-1]
+        call = CALLS.get(callee) if isinstance(callee, Global) else None
+        if call is not None and isinstance(args, tuple):
+            # The memo can pass one long list to many calls, each of which copies it.
+            copied = [len(a) for a in args if isinstance(a, list | tuple) and len(a) > _FREE_COPIES]
+            self.charge(_COPY_NBYTES * sum(copied))
+            value = call(args)
+            if isinstance(value, set | frozenset):
+                self.charge(_TABLE_NBYTES)
+            if value is not None:
+                self.stack[-1] = value
+                return
+            self.misused.add(cast("Global", callee))
+        self._construct(args, REDUCE)
 
-    @_opcode(b"\x92", _VALUE_NBYTES)
-    def _call_with_names(self) -> None:
+    @_opcode(NEWOBJ, _VALUE_NBYTES)
+    def _new(self) -> None:
+        self._construct(self.stack.pop(), NEWOBJ)
+
+    @_opcode(NEWOBJ_EX, _VALUE_NBYTES)
+    def _new_with_names(self) -> None:
         named, args = self.stack.pop(), self.stack.pop()
-        self.stack[-1] = self.call({}, self.stack[-1], (args, named), Made.BY_NEW_WITH_NAMES)
+        self._construct((args, named), NEWOBJ_EX)
+
+    def _construct(self, args: object, opcode: bytes) -> None:
+        """Replace the class on top of the stack with an ``Opaque``."""
+        if not isinstance(args, tuple):
+            raise PickleError("arguments of a call are not a tuple")
+        self.charge(_ITEM_NBYTES)
+        self.stack[-1] = Opaque(self.stack[-1], args, opcode=opcode)
 
     @_opcode(b"b")
     def _build(self) -> None:
         state = self.stack.pop()
         target = self.stack[-1]
-        if isinstance(target, FragmentAddress):
-            target.fill(state)
-        elif isinstance(target, Opaque):
+        if isinstance(target, Opaque):
             target.state = state
         elif isinstance(target, Ordered):
             target.attributes = state
         elif not isinstance(target, dict):
-            raise MalformedError("it gives attributes to what has none")
+            raise PickleError("it sets attributes of a value that has none")
 
     @_opcode(b"Q", _VALUE_NBYTES)
     def _storage(self) -> None:
-        self.spend(_MEMBER_NBYTES)
+        self.charge(_ITEM_NBYTES)
         storage = storage_of(self.stack[-1])
         self.stack[-1] = storage
         if self.storages.setdefault(storage.key, storage) != storage:
-            raise MalformedError("it describes one storage in two ways")
-
-
-MAX_PICKLE_NBYTES = 64 << 20
-_UNFIT = "it ends early, takes more values than it made, or has a text that cannot be decoded"
+            raise PickleError("it describes one storage in two ways")
 
 
 class Pickle(Struct, frozen=True):
-    """A pickle: its value, the byte after it, and the names in it.
+    """A pickle's value, and the byte after it.
 
-    The value is of plain Python values and the classes of ``pickle_values``; it may be
-    nested to any depth and contain itself. ``unknown_globals`` are those outside the closed list,
-    and those on it that were called with arguments they are never given, sorted.
+    The value consists of plain Python values and the classes of ``pickle_values``; it may be
+    nested to any depth and contain itself. ``unknown_globals`` are sorted: those outside the closed
+    list, and those called with arguments that torch and DeepSpeed never write.
     """
 
     value: object
     end: int
     unknown_globals: tuple[Global, ...]
-    storages: Mapping[str, StorageRef | ForeignStorage]
+    storages: Mapping[str, StorageRef]
 
 
-def load(data: bytes | memoryview | FileBytes, *, path: Path, start: int = 0) -> Pickle:
-    """Return the pickle at byte ``start`` of ``data``; nothing it names is imported or called.
+_HINTS: Mapping[type[ZexportError], str] = {
+    DamagedCheckpointError: "Copy the file again",
+    UnsafeError: "Do not load this file with torch.load; ask who made it",
+    UnsupportedError: "Save again without large lists in client_state",
+}
 
-    ``path`` is its file, for messages.
+
+def load(data: bytes | FileBytes, *, path: Path, start: int = 0) -> Pickle:
+    """Return the pickle at byte ``start`` of ``data``; ``path`` is for messages.
+
+    Raises:
+        DamagedCheckpointError: it is malformed.
+        UnsafeError: a tensor's place or dtype requires running code.
+        UnsupportedError: its values would take too much memory.
     """
-    if isinstance(data, memoryview):
-        data = data.tobytes()
-    limit = min(len(data), start + MAX_PICKLE_NBYTES)
-    is_held = isinstance(data, bytes)
-    machine = Machine(data, start, limit, spent=limit - start if is_held else 0)
+    machine = Machine(data, start)
     try:
         value = machine.run()
-    except HiddenError as error:
-        problem = f"{error}, at byte {machine.pos} of its pickle"
-        hint = "Do not load this file with anything that runs pickles unless you trust its author"
-        raise UnsafeError(problem, path=path, hint=hint) from error
-    except ExcessError as error:
-        hint = "Save again without the large lists that client_state may hold"
-        problem = f"holds a pickle that {error}"
-        raise UnsupportedError(problem, path=path, hint=hint) from error
-    except (ValueError, IndexError) as error:
-        reason = error if isinstance(error, MalformedError) else _UNFIT
-        problem = f"the pickle is damaged at byte {machine.pos}: {reason}"
-        hint = "Copy the file again from where it was written"
-        raise DamagedCheckpointError(problem, path=path, hint=hint) from error
+    except (ValueError, IndexError) as cause:
+        error = cause
+        if not isinstance(error, PickleError):
+            error = PickleError("it ends early, uses a missing value, or contains invalid text")
+        problem = f"pickle at byte {machine.pos}: {error}"
+        raise error.kind(problem, path=path, hint=_HINTS[error.kind]) from cause
     unknown = (machine.globals - HARMLESS) | machine.misused
     return Pickle(value, machine.pos, tuple(sorted(unknown)), machine.storages)

@@ -20,7 +20,7 @@ _DEPTH_MAX = 8
 
 
 class PickleView(Struct, frozen=True, gc=False):
-    """A value, the file that contains it, and its position there for messages.
+    """A value, its file, and its place there for messages.
 
     Methods that require a type raise ``DamagedCheckpointError``, or ``UnsafeError`` if the value is
     a call in the pickle.
@@ -48,7 +48,7 @@ class PickleView(Struct, frozen=True, gc=False):
         return self.value if isinstance(self.value, dict) else self.fail("is not a dictionary")
 
     def table(self) -> Mapping[str, Any]:
-        """Return its items with text keys; none if it is not a dictionary."""
+        """Return the items with text keys; none if it is not a dictionary."""
         found = self.value.items() if isinstance(self.value, dict) else ()
         return {key: value for key, value in found if isinstance(key, str)}
 
@@ -92,7 +92,7 @@ class PickleView(Struct, frozen=True, gc=False):
         """Return the tensors of a state dict; none for ``None``.
 
         Extra state may be any object (torch 2.13, ``nn/modules/module.py``,
-        ``_EXTRA_STATE_KEY_SUFFIX``); a call in place of another tensor is refused.
+        ``_EXTRA_STATE_KEY_SUFFIX``); a call instead of another tensor is refused.
         """
         return {
             name: entry.tensor()
@@ -102,7 +102,7 @@ class PickleView(Struct, frozen=True, gc=False):
         }
 
     def shape(self) -> Shape:
-        """Return a shape with sizes, and a product of them, that torch allows."""
+        """Return a shape that torch allows."""
         if not isinstance(self.value, list | tuple) or len(self.value) > MAX_NDIM:
             self.fail("is not a shape")
         sizes = tuple(item.number() for item in self.items())
@@ -117,24 +117,26 @@ class PickleView(Struct, frozen=True, gc=False):
         return {name: known.setdefault(shape, shape) for name, shape in shapes}
 
     def plain_values(self) -> dict[str, object]:
-        """Return the numbers and texts inside it, by the keys that lead there, joined by dots.
+        """Return nested numbers and texts by their keys, joined with dots.
 
-        A list of numbers and texts is one value. Values larger than any config (they may contain
-        themselves) are left out.
+        A list of numbers and texts is one value. Values larger than any config are left out; they
+        may contain themselves.
         """
         found: dict[str, object] = {}
-        below, room = [("", 0, self.value)], _PLAIN_MAX
-        while below:
-            above, depth, value = below.pop()
+        waiting, room = [("", 0, self.value)], _PLAIN_MAX
+        while waiting:
+            prefix, depth, value = waiting.pop()
             if isinstance(value, _PLAIN):
-                found[above] = value
+                found[prefix] = value
             elif isinstance(value, list | tuple | dict) and len(value) <= room:
                 room -= len(value)
                 if not isinstance(value, dict) and all(isinstance(one, _PLAIN) for one in value):
-                    found[above] = tuple(value)
+                    found[prefix] = tuple(value)
                 elif depth < _DEPTH_MAX:
                     items = value.items() if isinstance(value, dict) else enumerate(value)
-                    below += [(f"{above}.{key}".lstrip("."), depth + 1, one) for key, one in items]
+                    waiting += [
+                        (f"{prefix}.{key}".lstrip("."), depth + 1, one) for key, one in items
+                    ]
         return found
 
     def fail(self, problem: str, found: str = "") -> NoReturn:
@@ -156,5 +158,5 @@ class PickleView(Struct, frozen=True, gc=False):
 
 
 def view(file: TorchFile, where: str) -> PickleView:
-    """Return the content of a file."""
+    """Return the content of a file; ``where`` names it in messages."""
     return PickleView(file.path, where, file.value)

@@ -1,99 +1,110 @@
-"""Writing a pickle of inert values, as ``torch.save`` would of the objects that they stand for.
+"""Write plain data and tensors as a pickle, with the bytes that ``torch.save`` writes.
 
-Only opcodes of protocol 2 and globals of a closed list are written, so a value that came out of a
-hostile file cannot pass anything on that runs. Nothing recurses: a value may be nested to any
-depth, be shared, and contain itself.
+Only opcodes of protocol 2 and globals of a closed list are written, so values from a hostile file
+cannot pass on code.
 
-Source of the forms: CPython 3.11, ``Lib/pickle.py``; torch 2.13, ``torch/_tensor.py``
+Source: CPython 3.11, ``Lib/pickle.py``; torch 2.13, ``torch/_tensor.py``
 (``_reduce_ex_internal``) and ``torch/serialization.py`` (``persistent_id``).
 """
 
 from __future__ import annotations
 
+import re
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import accumulate
 from operator import mul
-from typing import TypeAlias
 
 from zexport.errors import UnsafeError
 from zexport.formats.pickle_globals import (
+    BUILTINS,
+    DTYPES,
+    FRAGMENT,
+    LOSS_SCALERS,
     REBUILD_TENSOR,
     REBUILD_TENSOR_V3,
     STORAGES,
-    is_carried,
-    is_carried_call,
+    UNTYPED_STORAGE,
+    ZERO_STAGE,
+    globals_of,
 )
-from zexport.formats.pickle_values import Global, Made, Opaque, OpaqueKey, Ordered, Size, TensorLeaf
+from zexport.formats.pickle_values import (
+    NEWOBJ,
+    REDUCE,
+    Global,
+    Opaque,
+    OpaqueKey,
+    Ordered,
+    Size,
+    TensorLeaf,
+)
 from zexport.ranges.dtypes import Shape
 
 _ORDERED_DICT = Global("collections", "OrderedDict")
 _SIZE = Global("torch", "Size")
 _ENCODE = Global("_codecs", "encode")
-_BUILTINS: dict[type, Global] = {
-    kind: Global("__builtin__", kind.__name__) for kind in (set, frozenset, bytearray, complex)
+_NUMPY_DTYPE = Global("numpy", "dtype")
+_NUMERIC = re.compile("[<>|=]?(?:[?bBhHiIlLqQefdgFD]|[biufcSU][0-9]{1,4})")
+"""NumPy dtypes that contain no objects."""
+_BUILTIN: dict[type, Global] = {
+    kind: Global("__builtin__", kind.__name__) for kind in (set, frozenset, bytearray)
 }
-_UNTYPED = Global("torch.storage", "UntypedStorage")
-_STORAGE_OF = {dtype: name for name, dtype in reversed(STORAGES.items()) if name != _UNTYPED}
+_STORAGE_OF = {dtype: name for name, dtype in reversed(STORAGES.items()) if name != UNTYPED_STORAGE}
+
+_CALLED = (
+    globals_of("collections", "OrderedDict", "defaultdict", "deque", "Counter")
+    | globals_of("deepspeed.runtime.zero.offload_config", "OffloadDeviceEnum")
+    | globals_of("torch", "device")
+    | globals_of("numpy", "ndarray", "dtype")
+    | globals_of("numpy.core.multiarray", "scalar", "_reconstruct")
+    | globals_of("numpy._core.multiarray", "scalar", "_reconstruct")
+    | {ZERO_STAGE, _ENCODE}
+    | {Global(module, name) for module in BUILTINS for name in ("bytearray", "complex")}
+)
+_CONSTRUCTED = LOSS_SCALERS | {Global("argparse", "Namespace"), FRAGMENT}
+_NAMED = (
+    DTYPES.keys()
+    | {_SIZE, Global("numpy", "ndarray")}
+    | {
+        Global(module, name)
+        for module in BUILTINS
+        for name in ("bool", "dict", "float", "int", "list", "set", "str", "tuple")
+    }
+)
+"""Globals that may be called, constructed without arguments, or stored as values."""
 
 _BYTE, _SHORT, _INT = 1 << 8, 1 << 16, 1 << 31
 _KEY_PARTS_MAX = 1000
 _TUPLES = {1: b"\x85", 2: b"\x86", 3: b"\x87"}
 
-_Task: TypeAlias = tuple[Callable[..., None], object]
-
 
 def dump(value: object, number_of: Callable[[TensorLeaf], int]) -> bytes:
-    """The pickle of ``value``, the same bytes for the same value.
+    """Return the pickle of ``value``: plain Python values and classes of ``pickle_values``.
 
-    ``value`` is of plain Python values and the classes of ``zexport.formats.pickle_values``, with a
-    ``TensorLeaf`` where a tensor is to be; ``number_of`` gives the number of its record. What is
-    one object in ``value`` is one when the pickle is loaded.
+    ``number_of`` returns the number of a tensor's record. An object at several places stays one
+    object.
+
+    Raises:
+        UnsafeError: a value is outside the closed list.
     """
     writer = _Writer(number_of)
-    writer.run(value)
-    return bytes(writer.out)
+    try:
+        writer.put(value)
+    except RecursionError as error:
+        raise _unsafe("a value that is nested too deep, or contains itself") from error
+    return bytes(writer.out + b".")
 
 
 class _Writer:
-    """A pickle in the making: its bytes, what is left to be done (last first), and the memo."""
+    """The pickle so far, and the index of each memoized value."""
 
     def __init__(self, number_of: Callable[[TensorLeaf], int]) -> None:
         self.out = bytearray(b"\x80\x02")
         self._number_of = number_of
-        self._tasks: list[_Task] = []
-        self._kept: list[object] = []
         self._memo: dict[object, int] = {}
+        self._kept: list[object] = []
 
-    def run(self, value: object) -> None:
-        tasks = self._tasks
-        self._value(value)
-        while tasks:
-            act, argument = tasks.pop()
-            act(argument)
-        self._put(b".")
-
-    def _then(self, *tasks: _Task) -> None:
-        """Have these done next, in order."""
-        self._tasks.extend(reversed(tasks))
-
-    def _each(self, values: Iterable[object]) -> None:
-        """Have these written next, in order."""
-        self._tasks.append((self._rest, iter(values)))
-
-    def _rest(self, values: Iterator[object]) -> None:
-        """Write these, up to one that leaves more to be done before the others."""
-        here = len(self._tasks)
-        for one in values:
-            self._value(one)
-            if len(self._tasks) > here:
-                self._tasks.insert(here, (self._rest, values))
-                return
-
-    def _put(self, data: bytes) -> None:
-        self.out += data
-
-    def _value(self, value: object) -> None:
+    def put(self, value: object) -> None:
         kind = type(value)
         if kind in _PLAIN:
             _PLAIN[kind](self, value)
@@ -103,119 +114,99 @@ class _Writer:
             _SHARED[kind](self, value)
 
     def _recalled(self, key: object) -> bool:
-        """Whether it was written before; then that is what is written again."""
+        """Refer to a memoized value; false if there is none."""
         index = self._memo.get(key)
         if index is None:
             return False
-        self._put(b"h%c" % index if index < _BYTE else b"j" + struct.pack("<I", index))
+        self.out += b"h%c" % index if index < _BYTE else b"j" + struct.pack("<I", index)
         return True
 
-    def _remember(self, key: object) -> None:
+    def _memoize(self, key: object) -> None:
         index = self._memo[key] = len(self._memo)
-        self._put(b"q%c" % index if index < _BYTE else b"r" + struct.pack("<I", index))
+        self.out += b"q%c" % index if index < _BYTE else b"r" + struct.pack("<I", index)
 
-    # Values that are the same wherever they stand.
-
-    def _none(self, _: None) -> None:
-        self._put(b"N")
-
-    def _bool(self, value: bool) -> None:
-        self._put(b"\x88" if value else b"\x89")
+    def _constant(self, value: bool | None) -> None:
+        self.out += {None: b"N", True: b"\x88", False: b"\x89"}[value]
 
     def _int(self, value: int) -> None:
         if 0 <= value < _BYTE:
-            self._put(b"K%c" % value)
+            self.out += b"K%c" % value
         elif 0 <= value < _SHORT:
-            self._put(b"M" + struct.pack("<H", value))
+            self.out += b"M" + struct.pack("<H", value)
         elif -_INT <= value < _INT:
-            self._put(b"J" + struct.pack("<i", value))
+            self.out += b"J" + struct.pack("<i", value)
         else:
             raw = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-            size = (
-                b"\x8a%c" % len(raw) if len(raw) < _BYTE else b"\x8b" + struct.pack("<I", len(raw))
-            )
-            self._put(size + raw)
+            is_short = len(raw) < _BYTE
+            self.out += b"\x8a%c" % len(raw) if is_short else b"\x8b" + struct.pack("<I", len(raw))
+            self.out += raw
 
     def _float(self, value: float) -> None:
-        self._put(b"G" + struct.pack(">d", value))
+        self.out += b"G" + struct.pack(">d", value)
 
     def _text(self, value: str) -> None:
         if not self._recalled(value):
-            self._put_text(value)
-            self._remember(value)
+            self._new_text(value)
+            self._memoize(value)
 
-    def _put_text(self, value: str) -> None:
+    def _new_text(self, value: str) -> None:
         raw = value.encode("utf-8", "surrogatepass")
-        self._put(b"X" + struct.pack("<I", len(raw)) + raw)
+        self.out += b"X" + struct.pack("<I", len(raw)) + raw
 
     def _name(self, value: Global) -> None:
-        if not is_carried(value):
+        if value not in _NAMED:
             raise _unsafe(value)
         self._global(value)
 
     def _global(self, value: Global) -> None:
         if not self._recalled(value):
-            self._put(f"c{value.module}\n{value.name}\n".encode())
-            self._remember(value)
+            self.out += f"c{value.module}\n{value.name}\n".encode()
+            self._memoize(value)
 
-    def _sizes(self, sizes: Shape) -> None:
-        if not sizes:
-            self._put(b")")
-        elif not self._recalled(sizes):
-            self._put(b"" if len(sizes) in _TUPLES else b"(")
-            for size in sizes:
-                self._int(size)
-            self._put(_TUPLES.get(len(sizes), b"t"))
-            self._remember(sizes)
-
-    # Values that are one object wherever they are shared.
-
-    def _tuple(self, value: tuple[object, ...]) -> None:
+    def _tuple(self, value: tuple[object, ...], key: object = None) -> None:
         if not value:
-            self._put(b")")
+            self.out += b")"
             return
-        self._put(b"" if len(value) in _TUPLES else b"(")
-        self._then((self._tuple_end, value))
-        self._each(value)
-
-    def _tuple_end(self, value: tuple[object, ...]) -> None:
-        if id(value) in self._memo:  # it is within one of its parts, where it was finished
-            self._put(b"0" * len(value) if len(value) in _TUPLES else b"1")
-            self._recalled(id(value))
-            return
-        self._put(_TUPLES.get(len(value), b"t"))
-        self._remember(id(value))
+        end = _TUPLES.get(len(value), b"t")
+        self.out += b"(" if end == b"t" else b""
+        for one in value:
+            self.put(one)
+        self.out += end
+        self._memoize(key or id(value))
 
     def _list(self, value: list[object]) -> None:
-        self._put(b"]")
-        self._remember(id(value))
-        self._fill((value, b"e"))
+        self.out += b"]"
+        self._memoize(id(value))
+        self._fill(value, b"e")
 
     def _dict(self, value: dict[object, object]) -> None:
-        self._put(b"}")
-        self._remember(id(value))
-        self._fill((_flat(value.items()), b"u"))
+        self.out += b"}"
+        self._memoize(id(value))
+        self._fill(_flat(value.items()), b"u")
 
     def _ordered(self, value: Ordered) -> None:
         self._global(_ORDERED_DICT)
-        self._put(b")R")
-        self._remember(id(value))
-        if value.attributes is not None:
-            self._then((self._value, value.attributes), (self._put, b"b"))
-        self._fill((_flat(value.items()), b"u"))
+        self.out += b")R"
+        self._memoize(id(value))
+        self._fill(_flat(value.items()), b"u")
+        self._set_state(value.attributes)
 
-    def _fill(self, parts_and_opcode: tuple[list[object], bytes]) -> None:
-        """Have what is on the stack filled."""
-        parts, opcode = parts_and_opcode
-        if parts:
-            self._put(b"(")
-            self._then((self._put, opcode))
-            self._each(parts)
+    def _fill(self, values: list[object], opcode: bytes) -> None:
+        if values:
+            self.out += b"("
+            for one in values:
+                self.put(one)
+            self.out += opcode
+
+    def _set_state(self, state: object) -> None:
+        if state is not None:
+            self.put(state)
+            self.out += b"b"
 
     def _key(self, value: OpaqueKey) -> None:
-        if not _is_fit_as_key(value.value):
-            raise _unsafe("a key that may take without end to hash")
-        self._value(value.value)
+        if not _is_cheap_key(value.value):
+            raise _unsafe("a key that is slow to hash")
+        self.put(value.value)
 
     def _size(self, value: Size) -> None:
         self._call(value, _SIZE, (tuple(value),))
@@ -224,81 +215,79 @@ class _Writer:
         self._call(value, _ENCODE, (value.decode("latin1"), "latin1"))
 
     def _bytearray(self, value: bytearray) -> None:
-        self._call(value, _BUILTINS[bytearray], (bytes(value),))
-
-    def _complex(self, value: complex) -> None:
-        self._call(value, _BUILTINS[complex], (value.real, value.imag))
+        self._call(value, _BUILTIN[bytearray], (bytes(value),))
 
     def _set(self, value: set[object] | frozenset[object]) -> None:
         if any(isinstance(one, OpaqueKey) for one in value):
-            raise _unsafe("a set of what is not plain")
-        # In an order that does not change from run to run.
-        members = sorted(value, key=lambda one: (type(one).__name__, repr(one)))
-        self._call(value, _BUILTINS[type(value)], (members,))
+            raise _unsafe("a set of nested values")
+        items = sorted(value, key=lambda one: (type(one).__name__, repr(one)))  # reproducible
+        self._call(value, _BUILTIN[type(value)], (items,))
 
     def _opaque(self, value: Opaque) -> None:
-        if not isinstance(value.callee, Global) or not is_carried_call(value):
+        callee, args = value.callee, value.args
+        if not (isinstance(callee, Global) and _is_known(callee, args, value.opcode)):
             raise _unsafe(value)
-        self._call(value, value.callee, value.args, b"R" if value.made is Made.BY_CALL else b"\x81")
+        self._call(value, callee, args, value.opcode)
+        self._fill(value.items, b"e")
+        self._fill(_flat(value.pairs), b"u")
+        self._set_state(value.state)
 
     def _call(
-        self, value: object, callee: Global, args: tuple[object, ...], opcode: bytes = b"R"
+        self, value: object, callee: Global, args: tuple[object, ...], opcode: bytes = REDUCE
     ) -> None:
-        """Have an object made of ``callee``, and completed."""
-        self._kept.append(args)  # so that no other object gets its id
+        self._kept.append(args)  # so that its id, a memo key, is not reused
         self._global(callee)
-        self._then((self._value, args), (self._call_end, (value, opcode)))
-
-    def _call_end(self, value_and_opcode: tuple[object, bytes]) -> None:
-        value, opcode = value_and_opcode
-        if id(value) in self._memo:  # as in ``_tuple_end``; callee and arguments go
-            self._put(b"00")
-            self._recalled(id(value))
-            return
-        self._put(opcode)
-        self._remember(id(value))
-        if isinstance(value, Opaque):
-            state: tuple[_Task, ...] = ((self._value, value.state), (self._put, b"b"))
-            self._then(
-                (self._fill, (value.items, b"e")),
-                (self._fill, (_flat(value.pairs), b"u")),
-                *(() if value.state is None else state),
-            )
+        self.put(args)
+        self.out += opcode
+        self._memoize(id(value))
 
     def _tensor(self, leaf: TensorLeaf) -> None:
-        """The call that ``torch.save`` writes for a dense tensor on the CPU without a gradient."""
+        """Write a contiguous tensor on the CPU without gradient."""
         storage = _STORAGE_OF.get(leaf.dtype)
         self._global(REBUILD_TENSOR if storage else REBUILD_TENSOR_V3)
-        self._put(b"((")
+        self.out += b"(("
         self._text("storage")
-        self._global(storage or _UNTYPED)
-        self._put_text(str(self._number_of(leaf)))  # of its own: there is nothing to remember
+        self._global(storage or UNTYPED_STORAGE)
+        self._new_text(str(self._number_of(leaf)))
         self._text("cpu")
         self._int(leaf.numel if storage else leaf.nbytes)
-        self._put(b"tQK\x00")
+        self.out += b"tQK\x00"
         self._sizes(leaf.shape)
-        self._sizes(_dense(leaf.shape))
-        self._bool(False)
-        self._global(_ORDERED_DICT)  # of hooks, which no other tensor may share
-        self._put(b")R")
+        # torch counts an empty dimension as one of size 1.
+        strides = accumulate((max(size, 1) for size in reversed(leaf.shape[1:])), mul, initial=1)
+        self._sizes(tuple(strides)[::-1] if leaf.shape else ())
+        self._constant(False)
+        self._global(_ORDERED_DICT)  # hooks
+        self.out += b")R"
         if not storage:
             self._global(Global("torch", leaf.dtype.torch_name))
-        self._put(b"tR")
-        self._remember(id(leaf))
+        self.out += b"tR"
+        self._memoize(id(leaf))
+
+    def _sizes(self, sizes: Shape) -> None:
+        """Write a tuple of numbers; equal ones are one object."""
+        if not self._recalled(sizes):
+            self._tuple(sizes, sizes)
+
+
+def _is_known(callee: Global, args: tuple[object, ...], opcode: bytes) -> bool:
+    """Whether loading this call runs nothing of the file's choice."""
+    if opcode == NEWOBJ:
+        return callee in _CONSTRUCTED and not args
+    if opcode != REDUCE or callee not in _CALLED:
+        return False
+    if callee == _NUMPY_DTYPE:
+        is_numeric = bool(args) and isinstance(args[0], str) and _NUMERIC.fullmatch(args[0])
+        return bool(is_numeric) and all(isinstance(one, int) for one in args[1:])
+    return callee != _ENCODE or args[1:] in (("latin1",), ("latin-1",))
 
 
 def _flat(pairs: Iterable[tuple[object, object]]) -> list[object]:
     return [part for pair in pairs for part in pair]
 
 
-def _dense(shape: Shape) -> Shape:
-    """The strides of a row-major tensor; torch counts an empty dimension as one of size 1."""
-    steps = accumulate((max(size, 1) for size in reversed(shape[1:])), mul, initial=1)
-    return tuple(steps)[::-1] if shape else ()
-
-
-def _is_fit_as_key(value: object) -> bool:
-    """Whether hashing it when it is loaded is cheap: tuples may share their parts many times."""
+def _is_cheap_key(value: object) -> bool:
+    """Whether loading the pickle hashes it quickly: nested tuples may share parts many times."""
     waiting, count = [value], 0
     while waiting and count < _KEY_PARTS_MAX:
         one = waiting.pop()
@@ -308,27 +297,28 @@ def _is_fit_as_key(value: object) -> bool:
     return not waiting
 
 
-def _unsafe(found: Global | Opaque | str) -> UnsafeError:
-    """The refusal of a value, by the name of what would be called, or by its kind."""
+def _unsafe(found: object) -> UnsafeError:
     if isinstance(found, Opaque):
-        callee = found.callee
-        found = callee if isinstance(callee, Global) else "a call of what another call gives"
-    foreign = found in (REBUILD_TENSOR, REBUILD_TENSOR_V3)
+        found = found.callee if isinstance(found.callee, Global) else "a call of a call's result"
+    if found in (REBUILD_TENSOR, REBUILD_TENSOR_V3):
+        found = "a tensor of an unknown dtype, or a conjugate or negative view"
     return UnsafeError(
-        "holds what zexport does not write again",
-        found="a tensor of a foreign element type, or of negated values" if foreign else found,
+        "value cannot be written safely",
+        found=found,
         expected="plain values, tensors, and globals of a closed list",
     )
 
 
 _PLAIN: dict[type, Callable[..., None]] = {
-    type(None): _Writer._none,
-    bool: _Writer._bool,
+    type(None): _Writer._constant,
+    bool: _Writer._constant,
     int: _Writer._int,
     float: _Writer._float,
     str: _Writer._text,
     Global: _Writer._name,
 }
+"""Values that are equal everywhere."""
+
 _SHARED: dict[type, Callable[..., None]] = {
     tuple: _Writer._tuple,
     list: _Writer._list,
@@ -338,9 +328,9 @@ _SHARED: dict[type, Callable[..., None]] = {
     Size: _Writer._size,
     bytes: _Writer._bytes,
     bytearray: _Writer._bytearray,
-    complex: _Writer._complex,
     set: _Writer._set,
     frozenset: _Writer._set,
     Opaque: _Writer._opaque,
     TensorLeaf: _Writer._tensor,
 }
+"""Values that are one object where they are shared."""

@@ -1,14 +1,13 @@
-"""A zip file of ``torch.save``'s form, laid out before its tensors' bytes are known.
+"""Write zip files of ``torch.save``, planned before the bytes of tensors are known.
 
-Records are stored, each tensor's at a multiple of 64 bytes as torch has it, so that it may be
-mapped. A tensor's CRC-32 is known when its bytes have passed: it stands behind them and in the
-zip's directory, and nowhere before, so that a file can be written from its first byte to its last.
+Tensors begin at multiples of 64 bytes, as torch writes them, so that files can be memory-mapped. A
+tensor's CRC-32 follows its bytes and is in the directory, but not in its header, so that a file is
+written from start to end.
 
-Source of the records, their order and what stands behind each: torch 2.13,
-``torch/serialization.py`` (``_save``), ``caffe2/serialize/inline_container.cc`` and
-``third_party/miniz-3.0.2/miniz.c`` (``mz_zip_writer_add_mem_ex_v2``). Left out are
-``.format_version``, by which torch would work out offsets instead of reading them, and
-``.data/serialization_id``.
+Source: torch 2.13, ``torch/serialization.py`` (``_save``),
+``caffe2/serialize/inline_container.cc``, ``third_party/miniz-3.0.2/miniz.c``
+(``mz_zip_writer_add_mem_ex_v2``). Two records are left out: ``.format_version``, with which torch
+computes offsets instead of reading them, and ``.data/serialization_id``.
 """
 
 from __future__ import annotations
@@ -28,34 +27,29 @@ from zexport.ranges.dtypes import DType
 from zexport.text import printable
 
 _ALIGNMENT = 64
-
 _LOCAL = struct.Struct("<4sHHHHHLLLHH")
 _CENTRAL = struct.Struct("<4sHHHHHHLLLHHHHHLL")
 _END = struct.Struct("<4sHHHHLLH")
 _END64 = struct.Struct("<4sQHHLLQQQQ")
 _LOCATOR64 = struct.Struct("<4sLQL")
 _SIZES64 = struct.Struct("<HHQQ")
-_BEHIND = struct.Struct("<4sLLL")
-_BEHIND64 = struct.Struct("<4sLQQ")
-_PADDING = struct.Struct("<HH")
-_PADDING_ID = int.from_bytes(b"FB", "little")
+_DESCRIPTOR, _DESCRIPTOR64 = struct.Struct("<4sLLL"), struct.Struct("<4sLQQ")
+_PADDING = struct.Struct("<2sH")
 _ZIP64_ID = 1
-_UTF8 = 0x800
-_TOLD_BEHIND = 0x8
-"""A record's CRC-32 and size stand behind its bytes, and not in its header."""
+_UTF8, _HAS_DESCRIPTOR = 0x800, 0x8
 _VERSION, _VERSION64 = 20, 45
-_DATE = 0x21  # 1980-01-01, the first that a zip can tell
+_DATE = 0x21  # 1980-01-01, the earliest in a zip file
 _MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
-_PATH_LENGTH_MAX = 400
-"""Characters of a path beyond which it is not made longer: a value may be nested to any depth."""
+_NAME_LENGTH_MAX = 400
+"""Longer names of tensors are not extended: values may be nested to any depth."""
 
 T = TypeVar("T")
 
 
-class Record(Struct, frozen=True):
-    """A record of the zip: where its header begins, where its bytes do, and how many there are.
+class PlannedRecord(Struct, frozen=True):
+    """A zip record: its header begins at ``begin``, its bytes at ``offset``.
 
-    ``content`` is there where it is known beforehand, as no tensor's is.
+    ``content`` is ``None`` for tensors.
     """
 
     name: str
@@ -66,23 +60,17 @@ class Record(Struct, frozen=True):
 
     @property
     def end(self) -> int:
-        """The byte after the last of its bytes, which what stands behind them follows."""
+        """The byte after its bytes, where a descriptor may follow."""
         return self.offset + self.nbytes
 
     @property
     def flags(self) -> int:
-        """What a reader of the zip has to know of it."""
-        is_ascii, is_known = self.name.isascii(), self.content is not None
-        return (0 if is_ascii else _UTF8) | (0 if is_known else _TOLD_BEHIND)
-
-    @property
-    def is_large(self) -> bool:
-        """Whether its size needs more than 32 bits."""
-        return self.nbytes >= _MAX32
+        descriptor = _HAS_DESCRIPTOR if self.content is None else 0
+        return descriptor if self.name.isascii() else descriptor | _UTF8
 
 
 class PlacedLeaf(Struct, frozen=True):
-    """A tensor that has bytes: its name, none other's in the file, and its first byte there."""
+    """A tensor with elements: its name, unique in the file, and its first byte."""
 
     name: str
     leaf: TensorLeaf
@@ -90,22 +78,15 @@ class PlacedLeaf(Struct, frozen=True):
 
 
 class TorchRecords(Struct, frozen=True):
-    """The bytes of a torch file around its tensors, as records of the zip.
+    """All records of a file by offset; ``nbytes`` counts bytes outside of tensors."""
 
-    Attributes:
-        records: all records, by offset; those of tensors have no content.
-        start: first byte of the directory.
-        nbytes: bytes of the file outside of tensors.
-    """
-
-    records: tuple[Record, ...]
-    start: int
+    records: tuple[PlannedRecord, ...]
     nbytes: int
 
     def pieces(self, crc32s: Iterable[int]) -> Iterator[tuple[int, bytes]]:
-        """Yield offset and bytes before the first tensor, between each two, and after the last.
+        """Yield offset and bytes before the first tensor, between tensors, and after the last.
 
-        ``crc32s`` are those of the tensors in file order; each is taken after its tensor's bytes.
+        ``crc32s`` are those of the tensors; each is taken after its tensor was written.
         """
         given = iter(crc32s)
         found: list[int] = []
@@ -114,19 +95,19 @@ class TorchRecords(Struct, frozen=True):
             if record.content is None:
                 yield begin, run + _header(record, 0)
                 found.append(next(given))
-                begin, run = record.end, _behind(record, found[-1])
+                begin, run = record.end, _descriptor(record, found[-1])
             else:
                 found.append(zlib.crc32(record.content))
                 run += _header(record, found[-1]) + record.content
-        yield begin, run + _directory(self.records, self.start, found)
+        yield begin, run + _directory(self.records, found)
 
 
 class TorchFrame(Struct, frozen=True):
-    """A torch file without its tensors' bytes; its pickle is made when needed, not held.
+    """A file without the bytes of its tensors; its pickle is written when needed.
 
     Attributes:
         value: what ``torch.load`` returns, with a ``TensorLeaf`` for every tensor.
-        root: the top folder of the zip, the file's name without ``.pt``.
+        root: top folder of the zip: the file's name without ``.pt``.
         nbytes: bytes of the file outside of tensors.
     """
 
@@ -135,148 +116,119 @@ class TorchFrame(Struct, frozen=True):
     nbytes: int
 
     def records(self) -> TorchRecords:
-        layout = _Layout(self.value, self.root)
-        return TorchRecords(tuple(layout.records), layout.start, self.nbytes)
+        return TorchRecords(_plan(self.value, self.root)[0], self.nbytes)
 
     def pieces(self, crc32s: Iterable[int]) -> Iterator[tuple[int, bytes]]:
-        """As of ``TorchRecords``."""
+        """Yield as ``TorchRecords`` does."""
         return self.records().pieces(crc32s)
 
 
 def lay_out(value: object, root: str) -> tuple[TorchFrame, tuple[PlacedLeaf, ...]]:
-    """The file that holds ``value``, and its tensors that have bytes, in file order.
+    """Return the file that contains ``value``, and its tensors with elements in file order.
 
-    Empty ones of one element type share an empty record, as they share nothing else.
+    Raises:
+        UnsafeError: a value cannot be written safely.
     """
-    layout = _Layout(value, root)
-    placed = layout.placed
-    nbytes = layout.nbytes - sum(one.leaf.nbytes for one in placed)
-    return TorchFrame(value, root, nbytes), placed
+    records, placed = _plan(value, root)
+    directory = _directory(records, [0] * len(records))
+    tensors_nbytes = sum(one.leaf.nbytes for one in placed)
+    return TorchFrame(value, root, records[-1].end + len(directory) - tensors_nbytes), placed
 
 
-class _Layout:
-    """The records of a file, and what goes between its tensors."""
+def _plan(value: object, root: str) -> tuple[tuple[PlannedRecord, ...], tuple[PlacedLeaf, ...]]:
+    """Return all records, and the tensors with elements.
 
-    def __init__(self, value: object, root: str) -> None:
-        stored: list[tuple[str, TensorLeaf]] = []
-        empty: dict[DType, None] = {}
-        for name, leaf in tensors_in(value, TensorLeaf):
-            if leaf.nbytes:
-                stored.append((name, leaf))
-            else:
-                empty[leaf.dtype] = None
-        places: dict[object, int] = {id(leaf): at for at, (_, leaf) in enumerate(stored)}
-        places |= {dtype: len(stored) + at for at, dtype in enumerate(empty)}
-        self._root = root
-        self._position = 0
-        pickle = dump(value, lambda leaf: places[id(leaf) if leaf.nbytes else leaf.dtype])
-        first = [("data.pkl", pickle), ("byteorder", b"little")]
-        last = [*((f"data/{places[dtype]}", b"") for dtype in empty), ("version", b"3\n")]
-        self.records = [self._known(name, content) for name, content in first]
-        tensors = [self._place(f"data/{i}", leaf.nbytes) for i, (_, leaf) in enumerate(stored)]
-        self.records += tensors
-        self.records += [self._known(name, content) for name, content in last]
-        self.start = self._position
-        self.placed = tuple(
-            PlacedLeaf(name, leaf, record.offset)
-            for (name, leaf), record in zip(stored, tensors, strict=True)
-        )
-
-    def _known(self, name: str, content: bytes) -> Record:
-        return self._place(name, len(content), content)
-
-    def _place(self, name: str, nbytes: int, content: bytes | None = None) -> Record:
-        """The next record, its bytes at a multiple of the alignment."""
-        path = f"{self._root}/{name}"
-        begin = self._position
-        least = begin + _LOCAL.size + len(path.encode()) + _extra_nbytes(nbytes) + _PADDING.size
+    Empty tensors of one dtype share an empty record.
+    """
+    stored: list[tuple[str, TensorLeaf]] = []
+    empty: dict[DType, None] = {}
+    for name, leaf in tensors_in(value, TensorLeaf):
+        if leaf.nbytes:
+            stored.append((name, leaf))
+        else:
+            empty[leaf.dtype] = None
+    numbers: dict[object, int] = {id(leaf): at for at, (_, leaf) in enumerate(stored)}
+    numbers |= {dtype: at for at, dtype in enumerate(empty, len(stored))}
+    pickle = dump(value, lambda leaf: numbers[id(leaf) if leaf.nbytes else leaf.dtype])
+    contents: list[tuple[str, int, bytes | None]] = [
+        ("data.pkl", len(pickle), pickle),
+        ("byteorder", 6, b"little"),
+        *((f"data/{at}", leaf.nbytes, None) for at, (_, leaf) in enumerate(stored)),
+        *((f"data/{numbers[dtype]}", 0, b"") for dtype in empty),
+        ("version", 2, b"3\n"),
+    ]
+    records: list[PlannedRecord] = []
+    begin = 0
+    for name, nbytes, content in contents:
+        path = f"{root}/{name}"
+        extra_nbytes = _PADDING.size + (_SIZES64.size if nbytes >= _MAX32 else 0)
+        least = begin + _LOCAL.size + len(path.encode()) + extra_nbytes
         offset = -(-least // _ALIGNMENT) * _ALIGNMENT
-        record = Record(path, begin, offset, nbytes, content)
-        self._position = record.end + len(_behind(record, 0))
-        return record
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the file."""
-        return self.start + len(_directory(self.records, self.start, [0] * len(self.records)))
-
-
-def _directory(records: Sequence[Record], start: int, crc32s: Sequence[int]) -> bytes:
-    rows = b"".join(map(_row, records, crc32s))
-    return rows + _end(start, len(rows), len(records))
-
-
-def _extra_nbytes(nbytes: int) -> int:
-    return _SIZES64.size if nbytes >= _MAX32 else 0
-
-
-def _version(*numbers: int) -> int:
-    return _VERSION64 if max(numbers) >= _MAX32 else _VERSION
-
-
-def _header(record: Record, crc: int) -> bytes:
-    """A record's own header, padded up to its first byte."""
-    name = record.name.encode()
-    nbytes = 0 if record.content is None else record.nbytes
-    extra = _SIZES64.pack(_ZIP64_ID, 16, record.nbytes, record.nbytes) if record.is_large else b""
-    room = record.offset - record.begin - _LOCAL.size - len(name) - len(extra)
-    extra += _PADDING.pack(_PADDING_ID, room - _PADDING.size).ljust(room, b"Z")
-    version, sizes = _version(record.nbytes), (nbytes, nbytes, len(name), len(extra))
-    return (
-        _LOCAL.pack(b"PK\x03\x04", version, record.flags, 0, 0, _DATE, crc, *sizes) + name + extra
+        record = PlannedRecord(path, begin, offset, nbytes, content)
+        records.append(record)
+        begin = record.end + len(_descriptor(record, 0))
+    placed = tuple(
+        PlacedLeaf(name, leaf, record.offset)
+        for (name, leaf), record in zip(stored, records[2:], strict=False)
     )
+    return tuple(records), placed
 
 
-def _behind(record: Record, crc: int) -> bytes:
-    """What stands behind a tensor's bytes; behind others nothing."""
+def _header(record: PlannedRecord, crc: int) -> bytes:
+    """Return a record's header, padded up to its first byte."""
+    name = record.name.encode()
+    nbytes, extra = (0 if record.content is None else record.nbytes), b""
+    if record.nbytes >= _MAX32:
+        extra = _SIZES64.pack(_ZIP64_ID, 16, record.nbytes, record.nbytes)
+    room = record.offset - record.begin - _LOCAL.size - len(name) - len(extra)
+    extra += _PADDING.pack(b"FB", room - _PADDING.size).ljust(room, b"Z")
+    version = _VERSION64 if record.nbytes >= _MAX32 else _VERSION
+    fields = version, record.flags, 0, 0, _DATE, crc, nbytes, nbytes, len(name), len(extra)
+    return _LOCAL.pack(b"PK\x03\x04", *fields) + name + extra
+
+
+def _descriptor(record: PlannedRecord, crc: int) -> bytes:
+    """Return the bytes that follow a tensor."""
     if record.content is not None:
         return b""
-    form = _BEHIND64 if record.is_large else _BEHIND
+    form = _DESCRIPTOR64 if record.nbytes >= _MAX32 else _DESCRIPTOR
     return form.pack(b"PK\x07\x08", crc, record.nbytes, record.nbytes)
 
 
-def _row(record: Record, crc: int) -> bytes:
-    """A record's row in the directory."""
-    name = record.name.encode()
-    large = [n for n in (record.nbytes, record.nbytes, record.begin) if n >= _MAX32]
-    extra = struct.pack(f"<HH{len(large)}Q", _ZIP64_ID, 8 * len(large), *large) if large else b""
-    size, version = min(record.nbytes, _MAX32), _version(record.nbytes, record.begin)
-    fields = version, version, record.flags, 0, 0, _DATE, crc, size, size, len(name)
-    rest = len(extra), 0, 0, 0, 0, min(record.begin, _MAX32)
-    return _CENTRAL.pack(b"PK\x01\x02", *fields, *rest) + name + extra
-
-
-def _end(start: int, nbytes: int, count: int) -> bytes:
-    """What stands after the directory, which begins at ``start``."""
-    end = b""
+def _directory(records: Sequence[PlannedRecord], crc32s: Sequence[int]) -> bytes:
+    """Return the directory, which follows the last record."""
+    rows = bytearray()
+    for record, crc in zip(records, crc32s, strict=True):
+        name = record.name.encode()
+        large = [n for n in (record.nbytes, record.nbytes, record.begin) if n >= _MAX32]
+        extra = b""
+        if large:
+            extra = struct.pack(f"<HH{len(large)}Q", _ZIP64_ID, 8 * len(large), *large)
+        version, size = _VERSION64 if large else _VERSION, min(record.nbytes, _MAX32)
+        fields = version, version, record.flags, 0, 0, _DATE, crc, size, size, len(name)
+        rest = len(extra), 0, 0, 0, 0, min(record.begin, _MAX32)
+        rows += _CENTRAL.pack(b"PK\x01\x02", *fields, *rest) + name + extra
+    start, nbytes, count = records[-1].end, len(rows), len(records)
     if max(start, nbytes) >= _MAX32 or count >= _MAX16:
-        end = _END64.pack(
-            b"PK\x06\x06",
-            _END64.size - 12,
-            _VERSION64,
-            _VERSION64,
-            0,
-            0,
-            count,
-            count,
-            nbytes,
-            start,
-        ) + _LOCATOR64.pack(b"PK\x06\x07", 0, start + nbytes, 1)
+        numbers = count, count, nbytes, start
+        rows += _END64.pack(b"PK\x06\x06", _END64.size - 12, _VERSION64, _VERSION64, 0, 0, *numbers)
+        rows += _LOCATOR64.pack(b"PK\x06\x07", 0, start + nbytes, 1)
     counts, places = min(count, _MAX16), (min(nbytes, _MAX32), min(start, _MAX32))
-    return end + _END.pack(b"PK\x05\x06", 0, 0, counts, counts, *places, 0)
+    return bytes(rows + _END.pack(b"PK\x05\x06", 0, 0, counts, counts, *places, 0))
 
 
 def tensors_in(value: object, kind: type[T]) -> Iterator[tuple[str, T]]:
-    """The objects of ``kind`` in a tree, each once, and the path of the first place of each.
+    """Yield the objects of ``kind`` in nested values, each once, with unique names.
 
-    A path is made of keys and indices with ``/`` between them, and is nobody else's. The same tree
-    gives the same paths, whether its tensors are to be written or were read.
+    A name consists of keys and indices joined with ``/``. It is the same whether the tensors are to
+    be written or were read.
     """
     seen: set[int] = set()
-    names = _Names()
+    taken: set[str] = set()
+    count: Counter[str] = Counter()
     waiting: list[tuple[str, Iterator[tuple[object, object]]]] = [("", iter([("", value)]))]
     while waiting:
-        above, parts = waiting[-1]
+        prefix, parts = waiting[-1]
         if (part := next(parts, None)) is None:
             waiting.pop()
             continue
@@ -285,16 +237,21 @@ def tensors_in(value: object, kind: type[T]) -> Iterator[tuple[str, T]]:
             continue
         if isinstance(one, kind):
             seen.add(id(one))
-            yield names.free(_joined(above, key) or "tensor"), one
+            name = free = _joined(prefix, key) or "tensor"
+            while free in taken:
+                count[name] += 1
+                free = f"{name} ({count[name] + 1})"
+            taken.add(free)
+            yield free, one
         elif isinstance(one, dict | list | tuple | Opaque):
             seen.add(id(one))
-            waiting.append((_joined(above, key), iter(_parts(one))))
+            waiting.append((_joined(prefix, key), iter(_parts(one))))
 
 
 def _parts(
     value: dict[object, object] | list[object] | tuple[object, ...] | Opaque,
 ) -> Iterable[tuple[object, object]]:
-    """What a value consists of that may be or hold tensors, by key, index or attribute."""
+    """Return key, index or attribute of everything in a value that may contain tensors."""
     if isinstance(value, Ordered) and value.attributes is not None:
         return chain(value.items(), (("attributes", value.attributes),))
     if isinstance(value, dict):
@@ -304,25 +261,8 @@ def _parts(
     return enumerate(value)
 
 
-def _joined(path: str, key: object) -> str:
-    if len(path) > _PATH_LENGTH_MAX:
-        return path
+def _joined(prefix: str, key: object) -> str:
+    if len(prefix) > _NAME_LENGTH_MAX:
+        return prefix
     text = key if isinstance(key, str) else "*" if isinstance(key, OpaqueKey) else str(key)
-    return f"{path}/{printable(text[:_PATH_LENGTH_MAX])}".lstrip("/")
-
-
-class _Names:
-    """Names that were given, and how often each was asked for."""
-
-    def __init__(self) -> None:
-        self._taken: set[str] = set()
-        self._asked: Counter[str] = Counter()
-
-    def free(self, name: str) -> str:
-        """The name, numbered where it was given before."""
-        free = name
-        while free in self._taken:
-            self._asked[name] += 1
-            free = f"{name} ({self._asked[name] + 1})"
-        self._taken.add(free)
-        return free
+    return f"{prefix}/{printable(text[:_NAME_LENGTH_MAX])}".lstrip("/")

@@ -1,4 +1,4 @@
-"""Looking ahead: the storage is told what will be read while what goes before is being used."""
+"""Announce reads to the storage while earlier data is processed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from itertools import chain
 from typing import TypeVar
 
 _BATCH_NBYTES = 32 << 20
-"""What is announced at a time."""
 _BATCHES_AHEAD = 2
 
 _T = TypeVar("_T")
@@ -22,22 +21,19 @@ def announced(
     windows: Callable[[_T], Iterable[_R]],
     expect: Callable[[Iterable[_R]], None],
 ) -> Iterator[_T]:
-    """The same, in the order in which they are read; ``expect`` is told what a batch will read.
-
-    That is while two batches before it are still to be done; the first is as large as both.
-    """
+    """Yield ``items``, and pass their ``windows`` to ``expect`` two batches ahead."""
     before: deque[list[_T]] = deque()
     batch: list[_T] = []
-    gathered, limit = 0, _BATCHES_AHEAD * _BATCH_NBYTES
+    size, limit = 0, _BATCHES_AHEAD * _BATCH_NBYTES
     for one in items:
         batch.append(one)
-        gathered += nbytes(one)
-        if gathered >= limit:
+        size += nbytes(one)
+        if size >= limit:
             expect(chain.from_iterable(map(windows, batch)))
             before.append(batch)
             if len(before) > _BATCHES_AHEAD:
                 yield from before.popleft()
-            batch, gathered, limit = [], 0, _BATCH_NBYTES
+            batch, size, limit = [], 0, _BATCH_NBYTES
     expect(chain.from_iterable(map(windows, batch)))
     yield from chain.from_iterable((*before, batch))
 
@@ -45,7 +41,7 @@ def announced(
 def in_order(
     workers: Executor, act: Callable[[_T], _R], items: Iterable[_T], *, ahead: int
 ) -> Iterator[tuple[_T, _R]]:
-    """Each with what ``act`` makes of it, in order; ``ahead`` are under way at the most."""
+    """Yield each item with its result, in order; at most ``ahead`` are in progress."""
     running: deque[tuple[_T, Future[_R]]] = deque()
     for one in items:
         running.append((one, workers.submit(act, one)))

@@ -1,8 +1,7 @@
-"""Elements that are computed from others: any window of them, and always the same bits.
+"""Compute windows of computed tensors, always with the same bits.
 
-A matrix product rounds by the shape it is given. So rows are worked out in blocks whose bounds
-follow from the tensor's shape alone, never from the window that was asked for: whatever the number
-of workers and the memory they may take, the same elements are the same bits.
+A matrix product rounds depending on its shape. So rows are computed in blocks whose bounds depend
+only on the tensor's shape, never on the window, the number of workers or the memory limit.
 """
 
 from __future__ import annotations
@@ -26,59 +25,57 @@ Floats: TypeAlias = "npt.NDArray[np.float32]"
 
 _BLOCK_NUMEL = 1 << 16
 _BLOCK_ROWS = 16
-"""Fewest rows of a block, and what their number is a multiple of: with fewer, a product would come
-out in other bits than that of the whole matrix (OpenBLAS computes the edges of a tile apart)."""
+"""Blocks have a multiple of these rows: with fewer, bits differ from those of the whole matrix,
+because OpenBLAS computes the edges of a tile separately."""
 
 _PRODUCT_STEPS = 1 << 18
-"""Most multiplications of one call of the matrix library: up to here OpenBLAS uses no threads of
-its own (0.3, ``interface/gemm.c``). They would take turns with the workers', at a tenth of the
-speed, and their number would decide how a product is cut and so how it is rounded."""
+"""Most multiplications of a call: above, OpenBLAS uses its own threads (0.3,
+``interface/gemm.c``). They would compete with the workers, at a tenth of the speed, and their
+number would change the rounding."""
 
 _SLAB_NUMEL = 1 << 19
-"""Elements of a factor's rows that are read at a time: many blocks' worth."""
+"""Elements of a factor read at a time, enough for many blocks."""
 
 _PART_NUMEL = 1 << 18
-"""Elements that are cast, or added, at a time."""
+"""Elements cast or added at a time."""
 
-_KEPT = 6
-"""Parts of factors that are kept for the next block: those of the tensors being worked on."""
+_CACHED = 6
+"""Parts of factors in the cache."""
 
 
-class Kept:
-    """Parts of factors, kept while they are among those that were asked for last."""
+class FactorCache:
+    """The most recently used parts of factors."""
 
     def __init__(self) -> None:
         self._parts: OrderedDict[tuple[int, str, int], tuple[LowRankUpdate, Floats]] = OrderedDict()
         self._lock = RLock()
 
     def get(
-        self, update: LowRankUpdate, part: str, matrix: int, make: Callable[[], Floats]
+        self, update: LowRankUpdate, part: str, matrix: int, read: Callable[[], Floats]
     ) -> Floats:
-        """What ``make`` gives, or gave; the update is kept too, so that no other gets its id."""
+        """Return a cached part, or what ``read`` returns."""
         key = id(update), part, matrix
         with self._lock:
             if key not in self._parts:
-                made = make()
-                self._parts[key] = update, made
+                self._parts[key] = update, read()  # with the update, so that its id stays
             self._parts.move_to_end(key)
-            while len(self._parts) > _KEPT:
+            while len(self._parts) > _CACHED:
                 self._parts.popitem(last=False)
             return self._parts[key][1]
 
 
 class Calculator:
-    """Windows of computed tensors, from any number of threads.
+    """Computes windows from any number of threads.
 
-    ``read`` fills a buffer with the bytes of a source, which may be computed in turn; ``kept`` is
-    shared by all that read the same files.
+    ``read`` fills a buffer from a source, which may be computed too.
     """
 
-    def __init__(self, read: Read, kept: Kept) -> None:
+    def __init__(self, read: Read, cache: FactorCache) -> None:
         self._read = read
-        self._kept = kept
+        self._cache = cache
 
     def fill(self, computed: Computed, start: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` with the bytes of ``computed`` from ``start`` on, a whole element."""
+        """Fill ``buffer`` with bytes of ``computed`` from ``start``, in whole elements."""
         if isinstance(computed, Recast):
             self._recast(computed, start, buffer)
             return
@@ -124,14 +121,14 @@ class Calculator:
             done += part.size
 
     def _block(self, update: LowRankUpdate, matrix: int, begin: int, end: int) -> Floats:
-        """Rows ``begin`` to ``end`` of a matrix of the result."""
+        """Return rows ``begin`` to ``end`` of a matrix of the result."""
         merged = self._merged(update, matrix, begin, end)
         if update.magnitude is None:
             return merged
         if update.is_transposed:
-            factor = self._factor_of_columns(update, matrix)
+            factor = self._factor_of_columns(update, update.magnitude, matrix)
         else:
-            # peft 0.21, tuners/lora/dora.py: the norm of each output's weights.
+            # peft 0.21, tuners/lora/dora.py: the norm of each output's weights
             norms = np.sqrt(np.einsum("ij,ij->i", merged, merged, dtype=np.float64))
             magnitude = self._floats(update.magnitude, begin, end - begin)
             factor = (magnitude / norms.astype(np.float32))[:, np.newaxis]
@@ -140,7 +137,7 @@ class Calculator:
         return merged
 
     def _merged(self, update: LowRankUpdate, matrix: int, begin: int, end: int) -> Floats:
-        """Rows of base and update together, before any magnitude."""
+        """Return rows of base plus update, without magnitude."""
         columns = update.columns
         first = (matrix * update.rows + begin) * columns
         base = self._floats(update.base, first, (end - begin) * columns).reshape(-1, columns)
@@ -152,7 +149,7 @@ class Calculator:
         return product
 
     def _left(self, update: LowRankUpdate, matrix: int, begin: int, end: int) -> Floats:
-        """The factor along the rows, ``(end - begin, rank)``, out of the slab that has them."""
+        """Return rows of the left factor, ``(end - begin, rank)``."""
         step = _block_rows(update.columns)
         rank = update.factors.rank * (1 if update.is_transposed else update.factors.matrices)
         length = max(_SLAB_NUMEL // rank // step, 1) * step
@@ -162,23 +159,23 @@ class Calculator:
             last = min((slab + 1) * length, update.rows)
             return self._factor(update, matrix, slab * length, last, of_a=update.is_transposed)
 
-        rows = self._kept.get(update, f"left {slab}", matrix, read)
+        rows = self._cache.get(update, f"left {slab}", matrix, read)
         return rows[within : within + end - begin]
 
     def _right(self, update: LowRankUpdate, matrix: int) -> Floats:
-        """The factor along the columns, ``(rank, columns)``."""
+        """Return the right factor, ``(rank, columns)``."""
 
         def read() -> Floats:
             of_a = not update.is_transposed
             factor = self._factor(update, matrix, 0, update.columns, of_a=of_a)
             return np.ascontiguousarray(factor.T)
 
-        return self._kept.get(update, "right", matrix, read)
+        return self._cache.get(update, "right", matrix, read)
 
     def _factor(
         self, update: LowRankUpdate, matrix: int, begin: int, end: int, *, of_a: bool
     ) -> Floats:
-        """Inputs ``begin`` to ``end`` of ``a``, or outputs of ``b``, as ``(end - begin, rank)``."""
+        """Return inputs ``begin`` to ``end`` of ``a``, or outputs of ``b``, by rank."""
         factors = update.factors
         rank, matrices = factors.rank, factors.matrices
         values = np.empty((end - begin, rank), np.float32)
@@ -195,26 +192,22 @@ class Calculator:
             values[at - begin :][:count] = stored.reshape(count, rank, matrices)[:, :, matrix]
         return values
 
-    def _factor_of_columns(self, update: LowRankUpdate, matrix: int) -> Floats:
-        """Magnitude over norm of every column, for which the whole matrix is gone through."""
-        magnitude = update.magnitude
-        if magnitude is None:
-            raise AssertionError("asked for the magnitude of an update that has none")
+    def _factor_of_columns(self, update: LowRankUpdate, magnitude: Elements, matrix: int) -> Floats:
+        """Return magnitude / norm of every column; reads the whole matrix."""
 
         def measure() -> Floats:
             squares = np.zeros(update.columns, np.float32)
             step = _block_rows(update.columns)
             for begin in range(0, update.rows, step):
                 rows = self._merged(update, matrix, begin, min(begin + step, update.rows))
-                block = rows * rows  # summed row by row in float32, as torch sums columns
+                block = rows * rows  # float32 row by row, like torch
                 block[0] += squares
                 squares = np.add.reduce(block, axis=0)
             wanted = self._floats(magnitude, 0, update.columns)
-            norms: Floats = np.sqrt(squares)
             with np.errstate(all="ignore"):
-                return np.divide(wanted, norms, dtype=np.float32)
+                return np.divide(wanted, np.sqrt(squares), dtype=np.float32)
 
-        return self._kept.get(update, "columns", matrix, measure)
+        return self._cache.get(update, "columns", matrix, measure)
 
     def _floats(self, elements: Elements, first: int, count: int) -> Floats:
         raw = self._raw(elements, first, count)
@@ -232,7 +225,7 @@ class Calculator:
 
 
 def _product(left: Floats, right: Floats) -> Floats:
-    """``left @ right``, in tiles that are computed alike on every machine of one kind."""
+    """Return ``left @ right``, computed in tiles of fixed size."""
     rows, columns = left.shape[0], right.shape[1]
     product = np.empty((rows, columns), np.float32)
     width = max(_PRODUCT_STEPS // (_BLOCK_ROWS * left.shape[1]) // _BLOCK_ROWS, 1) * _BLOCK_ROWS
@@ -245,15 +238,15 @@ def _product(left: Floats, right: Floats) -> Floats:
 
 
 def held_nbytes(update: LowRankUpdate, jobs: int) -> int:
-    """Bytes held while ``jobs`` threads work out ``update`` and tensors like it.
+    """Return the memory that ``jobs`` threads need for tensors like ``update``.
 
-    Two tensors are worked on at a time at most, where they are large: chunks come in file order.
+    At most two large tensors are in progress: chunks are in file order.
     """
     factors = 2 * (update.factors.rank + 2) * update.columns
     blocks = 3 * jobs * _block_rows(update.columns) * update.columns
-    return DType.F32.itemsize * (factors + blocks + (_KEPT - 2) * _SLAB_NUMEL)
+    return DType.F32.itemsize * (factors + blocks + (_CACHED - 2) * _SLAB_NUMEL)
 
 
 def _block_rows(columns: int) -> int:
-    """Rows that are worked out at a time; it follows from the shape alone."""
+    """Return the rows of a block."""
     return -(-_BLOCK_NUMEL // (max(columns, 1) * _BLOCK_ROWS)) * _BLOCK_ROWS

@@ -1,4 +1,4 @@
-"""Element casts, equal to torch's bit for bit, and what can be seen of the values as they pass."""
+"""Casts between floating-point dtypes, bit-exact with torch, and statistics of the values."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ NUMPY = {
     DType.F8_E5M2: np.dtype(ml_dtypes.float8_e5m2),
     DType.C64: np.dtype(np.float32),
 }
-"""What NumPy calls the numbers that an element consists of: a complex one is two floats."""
+"""NumPy dtypes; a complex element is two floats."""
 
 _BLOCK_NUMEL = 32768
-"""Elements worked on at a time by the casts that take several passes: they stay in the L2 cache."""
+"""Elements cast at a time in several passes, so that they stay in the L2 cache."""
 
 _U32: TypeAlias = "npt.NDArray[np.uint32]"
 
 
 class Statistics(Struct, frozen=True):
-    """What was seen among some floating-point elements.
+    """Counts of unusual values among floating-point elements.
 
-    ``overflow`` counts those that are finite in the source and infinite after the cast,
-    ``underflow`` those that are not zero in the source and zero as float16: no other type lacks
-    numbers as small as weights have. ``all_zero`` is true of no elements at all.
+    ``overflow`` counts finite values that become infinite in the cast, ``underflow`` those that
+    become zero as float16; other dtypes represent values as small as weights. ``all_zero`` is true
+    without elements.
     """
 
     nan: int = 0
@@ -60,7 +60,6 @@ class Statistics(Struct, frozen=True):
 
     @property
     def is_remarkable(self) -> bool:
-        """Whether there is anything to tell."""
         return bool(self.nan or self.inf or self.overflow or self.all_zero or self.underflow)
 
     def __add__(self, other: Statistics) -> Statistics:
@@ -75,15 +74,15 @@ class Statistics(Struct, frozen=True):
 
 _ALL_ZERO = Statistics()
 _ORDINARY = Statistics(all_zero=False)
-"""Nothing to report; one object for nearly all of the tensors of a large model."""
+"""One object for nearly all tensors of a large model."""
 
 
 def cast_into(source: memoryview, stored: DType, target: DType, out: memoryview) -> None:
-    """Write the elements of ``source`` into ``out`` as ``target``; equal types write nothing.
+    """Write the elements of ``source`` into ``out`` as ``target``; nothing for equal dtypes.
 
-    Rounds to nearest, ties to even, as torch does on a CPU: what is too large becomes infinite, NaN
-    stays NaN, subnormals are kept. A double goes to a 16-bit type by way of float, as in torch
-    (torch 2.13, ``c10/util/BFloat16.h`` and ``Half.h`` convert from float alone).
+    Rounds to nearest, ties to even, like torch on a CPU: large values become infinite, NaN and
+    subnormals stay. float64 becomes float32 before a 16-bit dtype (torch 2.13,
+    ``c10/util/BFloat16.h`` and ``Half.h``).
     """
     if stored is target:
         return
@@ -103,9 +102,9 @@ def cast_into(source: memoryview, stored: DType, target: DType, out: memoryview)
 
 
 def _to_half(values: npt.NDArray[np.floating], out: npt.NDArray[np.uint16]) -> None:
-    """Float16 bits by integer arithmetic, at the same speed whatever the values.
+    """Write float16 bits, at the same speed for all values.
 
-    NumPy's own cast (2.4) is 25 times slower where many values overflow or underflow.
+    NumPy's cast (2.4) is 25 times slower if many values overflow or underflow.
     """
     for begin in range(0, values.size, _BLOCK_NUMEL):
         block = values[begin : begin + _BLOCK_NUMEL].astype(np.float32)
@@ -114,16 +113,15 @@ def _to_half(values: npt.NDArray[np.floating], out: npt.NDArray[np.uint16]) -> N
 
 
 def _half_bits(bits: _U32) -> _U32:
-    """The float16 bits of float32 bits, rounded by one float addition.
+    """Return the float16 bits of float32 bits, rounded by one float addition.
 
-    Adding 2**(e + 13) to a value of exponent e leaves 10 bits after the leading one, rounded to
-    nearest even by the processor; what the sum exceeds 2**(e + 13) by is the rounded mantissa,
-    leading one included. With e held at float16's least exponent (-14), subnormals come out of the
-    same sum.
+    Adding 2**(e + 13) to a value with exponent e leaves 10 bits after the leading one, rounded to
+    nearest even by the processor. The sum minus 2**(e + 13) is the rounded mantissa, including the
+    leading one. With e limited to float16's least exponent (-14), this covers subnormals too.
     """
     magnitude = bits & np.uint32(0x7FFFFFFF)
     is_nan = magnitude > np.uint32(0x7F800000)
-    # 2**16 is beyond every float16, so that a larger value changes nothing but the room it needs.
+    # 2**16 exceeds every float16; larger values would overflow the sum.
     np.minimum(magnitude, np.uint32(0x47800000), out=magnitude)
     exponent = magnitude & np.uint32(0x7F800000)
     np.maximum(exponent, np.uint32(0x38800000), out=exponent)
@@ -142,11 +140,10 @@ def _half_bits(bits: _U32) -> _U32:
 
 
 def statistics_of(source: memoryview, stored: DType, target: DType, out: memoryview) -> Statistics:
-    """What can be seen of the elements; ``out`` holds them cast, or is ``source`` itself.
+    """Return statistics of elements; ``out`` contains them cast, or is ``source``.
 
-    Two maxima of the bits (as signed, then as unsigned integers) bound the largest positive and the
-    largest negative magnitude. Only where one of them is beyond what ``target`` can hold is
-    anything counted. Types that are not floating-point give nothing to report.
+    Two maxima of the bits (signed, unsigned) give the largest positive and negative magnitude.
+    Values are only counted if one of them exceeds ``target``.
     """
     if not stored.is_floating or not source.nbytes:
         return _ORDINARY if source.nbytes else _ALL_ZERO
@@ -159,7 +156,7 @@ def statistics_of(source: memoryview, stored: DType, target: DType, out: memoryv
     largest = max(positive, negative)
     if largest == 0:
         return _ALL_ZERO
-    underflow = _vanished(source, stored, out) if target is DType.F16 is not stored else 0
+    underflow = _count_underflow(source, stored, out) if target is DType.F16 is not stored else 0
     if largest <= _largest_safe(stored, target):
         return Statistics(all_zero=False, underflow=underflow) if underflow else _ORDINARY
     values = np.frombuffer(source, _FLOAT[stored])
@@ -170,10 +167,10 @@ def statistics_of(source: memoryview, stored: DType, target: DType, out: memoryv
     return Statistics(int(nan), int(inf), int(overflow), all_zero=False, underflow=underflow)
 
 
-def _vanished(source: memoryview, stored: DType, out: memoryview) -> int:
-    """How many elements are zero as float16 and were not; bits added to themselves lose the sign.
+def _count_underflow(source: memoryview, stored: DType, out: memoryview) -> int:
+    """Return how many elements became zero as float16; doubling the bits drops the sign.
 
-    The least of a block is found faster than its zeros are counted, and few blocks have any.
+    Finding the minimum of a block is faster than counting zeros, and few blocks have any.
     """
     before = np.frombuffer(source, np.dtype(f"u{stored.itemsize}"))
     now = np.frombuffer(out, np.uint16)
@@ -188,16 +185,12 @@ def _vanished(source: memoryview, stored: DType, out: memoryview) -> int:
 
 @cache
 def _largest_safe(stored: DType, target: DType) -> int:
-    """Bits, in ``stored``, of a magnitude up to which every value is finite in ``target`` too.
-
-    Rounded towards zero, which errs towards counting.
-    """
-    narrower = min((stored, target), key=lambda dtype: float(ml_dtypes.finfo(_FLOAT[dtype]).max))
-    limit = np.asarray(ml_dtypes.finfo(_FLOAT[narrower]).max).astype(np.float64)
+    """Return the bits, in ``stored``, of the largest magnitude that is finite in both dtypes."""
+    limit = min(float(ml_dtypes.finfo(_FLOAT[dtype]).max) for dtype in (stored, target))
     with np.errstate(all="ignore"):
-        bits = limit.astype(_FLOAT[stored])
-    as_integer = int(bits.view(np.dtype(f"u{stored.itemsize}")))
-    return as_integer if float(bits) <= float(limit) else as_integer - 1
+        value = np.asarray(limit).astype(_FLOAT[stored])
+    bits = int(value.view(np.dtype(f"u{stored.itemsize}")))
+    return bits if float(value) <= limit else bits - 1
 
 
 _INFINITY = {
@@ -211,9 +204,9 @@ _Bits: TypeAlias = "npt.NDArray[np.unsignedinteger[Any]]"
 
 
 def bits_seen_as(elements: bytearray, stored: DType, seen_as: DType) -> _Bits:
-    """The bits of the elements after a cast, with one pattern for every NaN.
+    """Return the bits of elements after a cast, equal for every NaN.
 
-    A NaN's other bits differ between a cast on a GPU and one on a CPU.
+    NaN bits differ between casts on a GPU and on a CPU.
     """
     result = elements
     if seen_as is not stored:
@@ -226,7 +219,7 @@ def bits_seen_as(elements: bytearray, stored: DType, seen_as: DType) -> _Bits:
 
 
 def distances(one: _Bits, two: _Bits, dtype: DType) -> npt.NDArray[np.int64]:
-    """By how many representable numbers elements lie apart; 0 for equal bits alone."""
+    """Return by how many representable values elements differ; 0 only for equal bits."""
     if np.array_equal(one, two):
         return np.zeros(one.size, np.int64)
     apart: npt.NDArray[np.int64] = np.abs(_ordinal(one, dtype) - _ordinal(two, dtype))
@@ -235,7 +228,7 @@ def distances(one: _Bits, two: _Bits, dtype: DType) -> npt.NDArray[np.int64]:
 
 
 def _ordinal(bits: _Bits, dtype: DType) -> npt.NDArray[np.int64]:
-    """The number of a value in the order of its type; zeros of both signs have one number."""
+    """Return the index of each value in its dtype, sorted; 0 for both zeros."""
     magnitude: npt.NDArray[np.int64] = (bits & (_SIGN[dtype] - 1)).astype(np.int64)
     magnitude[(bits & _SIGN[dtype]) != 0] *= -1
     return magnitude

@@ -1,4 +1,4 @@
-"""Second copies of what is exported: equal to it, or the same rounded, or of another step."""
+"""Compare replicas byte for byte, and fp32 values with their 16-bit copies."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-
 _SAMPLE_NUMEL = 256
 _FINGERPRINT_NUMEL = 1024
 _SPANS_MAX = 1 << 16
-"""Samples of all tensors together; each tensor has at least one, however many there are."""
+"""Samples of all tensors; each tensor has at least one."""
 
 _RUNS_MAX = 1024
-"""Ranges of one tensor that are told apart; a tensor that is not stored densely has millions."""
+"""Ranges of a tensor that are sampled separately; scattered tensors have millions."""
 
 _BATCH_NUMEL = 1 << 18
-_LIKENED_AT_ONCE = 256
+_COSINES_AT_ONCE = 256
 _CHUNK_NBYTES = 1 << 20
 
 Expect: TypeAlias = Callable[[Iterable[tuple[ByteSource, int, int]]], None]
+"""Announce windows (source, start, stop) that will be read."""
+
 Span: TypeAlias = tuple[int, int]
-"""Elements from, to (half-open)."""
+"""Elements from, to (exclusive)."""
 
 
 class Replica(Struct, frozen=True):
-    """A second copy of bytes that are exported, which must be equal to them, byte for byte."""
+    """A copy that must equal the exported bytes."""
 
     name: str
     kept: ByteSource
@@ -44,10 +45,10 @@ class Replica(Struct, frozen=True):
 
 
 class CastReplica(Struct, frozen=True):
-    """A second copy of a tensor in another type; the narrower of the two is the other, rounded.
+    """A copy in another dtype; the wider one, cast, must equal the narrower.
 
-    If nothing but their likeness says that they are one (``names_it``), every element is compared;
-    ``advice`` is what to do where they differ.
+    If ``is_matched_by_value``, only the values show that both are the same tensor, so every element
+    is compared. ``advice`` is the hint if they differ.
     """
 
     name: str
@@ -56,20 +57,28 @@ class CastReplica(Struct, frozen=True):
     kept_dtype: DType
     other: ByteSource
     other_dtype: DType
-    names_it: bool = True
-    advice: str = "Copy all files of one save again"
+    is_matched_by_value: bool = True
+    advice: str = "Copy all files of one checkpoint again"
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return self.other.nbytes // self.other_dtype.itemsize
+
+    @property
+    def copies(self) -> tuple[tuple[ByteSource, DType], ...]:
+        return (self.kept, self.kept_dtype), (self.other, self.other_dtype)
+
+    def windows(self, span: Span) -> Iterator[tuple[ByteSource, int, int]]:
+        """Yield the bytes of both copies."""
+        for source, dtype in self.copies:
+            yield source, span[0] * dtype.itemsize, span[1] * dtype.itemsize
 
 
 class Comparison(Struct):
-    """What has been seen so far of a tensor whose copy should be what a cast of it gives.
+    """Differences of a copy so far.
 
-    The first element that differs, how many do of those compared, and by how much at most, in units
-    of the last place of the narrower type.
+    ``first`` element that differs, ``count`` of ``compared`` elements, and the ``largest``
+    difference in units of the last place of the narrower dtype.
     """
 
     replica: CastReplica
@@ -80,12 +89,11 @@ class Comparison(Struct):
 
     @property
     def path(self) -> Path:
-        """The file that holds the first element that differs, in the copy that is exported."""
+        """The file that contains the first element that differs, in the exported copy."""
         begin = self.first * self.replica.kept_dtype.itemsize
         return next(iter(self.replica.kept.extents(begin, begin + 1))).path
 
     def add(self, start: int, distances: npt.NDArray[np.int64]) -> None:
-        """Take some elements into account: by how much each differs."""
         self.compared += distances.size
         if not distances.any():
             return
@@ -96,7 +104,7 @@ class Comparison(Struct):
 
 
 def are_equal(read: Read, one: ByteSource, other: ByteSource) -> bool:
-    """Whether both have the same bytes; reading ends where they differ."""
+    """Whether both have the same bytes; stops at the first difference."""
     if one.nbytes != other.nbytes:
         return False
     size = min(_CHUNK_NBYTES, one.nbytes)
@@ -117,31 +125,30 @@ def compare_casts(
     full: bool,
     expect: Expect | None = None,
 ) -> tuple[Comparison, ...]:
-    """The tensors whose copies differ; NaN equals NaN.
+    """Return the tensors whose copies differ; NaN equals NaN.
 
-    Unless ``full``, samples are taken from each file that a tensor lies in; memory is that of a
-    batch of both copies. ``expect`` is told what ``read`` will be asked for.
+    Unless ``full``, samples of each file that contains part of a tensor are compared.
     """
     compared = [Comparison(replica) for replica in replicas]
     parts = (
-        (one, part)
+        (one, (start, min(start + _BATCH_NUMEL, stop)))
         for number, one in enumerate(compared)
-        for span in _spans(one.replica, number, len(replicas), full=full)
-        for part in _parts(span, _BATCH_NUMEL)
+        for first, stop in _spans(one.replica, number, len(replicas), full=full)
+        for start in range(first, stop, _BATCH_NUMEL)
     )
-    for batch in _batches(parts, _BATCH_NUMEL):
+    for batch in _batches(parts):
         if expect is not None:
-            expect(chain.from_iterable(_windows(one.replica, span) for one, span in batch))
+            expect(chain.from_iterable(one.replica.windows(span) for one, span in batch))
         _compare(batch, read)
     return tuple(one for one in compared if one.count)
 
 
 def fingerprint(read: Read, source: ByteSource, stored: DType, seen_as: DType) -> bytes:
-    """A digest of three short samples, as they are after a cast to ``seen_as``.
+    """Return a digest of three short samples, cast to ``seen_as``.
 
-    Copies of one tensor have the same fingerprint; the reverse need not be so.
+    Copies of a tensor have the same fingerprint, but other tensors may have it too.
     """
-    from zexport.ranges.cast import bits_seen_as  # noqa: PLC0415 - as most are opened without
+    from zexport.ranges.cast import bits_seen_as  # noqa: PLC0415 - imports numpy
 
     samples = _samples(0, source.nbytes // stored.itemsize, _FINGERPRINT_NUMEL)
     elements = _elements(read, [(source, span) for span in samples], stored)
@@ -151,83 +158,58 @@ def fingerprint(read: Read, source: ByteSource, stored: DType, seen_as: DType) -
 def cosines(
     replicas: Sequence[CastReplica], read: Read, *, expect: Expect | None = None
 ) -> list[float]:
-    """Of each tensor and its copy the cosine of the angle between short samples; 1 where one is 0.
-
-    ``expect`` is told what ``read`` will be asked for.
-    """
+    """Return the cosine similarity of short samples of each tensor and its copy; 1 for zeros."""
     found = []
-    for begin in range(0, len(replicas), _LIKENED_AT_ONCE):
-        batch = replicas[begin : begin + _LIKENED_AT_ONCE]
+    for begin in range(0, len(replicas), _COSINES_AT_ONCE):
+        batch = replicas[begin : begin + _COSINES_AT_ONCE]
+        spans = [[*_samples(0, one.numel, _FINGERPRINT_NUMEL)] for one in batch]
         if expect is not None:
-            expect(
-                window
-                for one in batch
-                for span in _samples(0, one.numel, _FINGERPRINT_NUMEL)
-                for window in _windows(one, span)
-            )
-        found += [_cosine(read, one) for one in batch]
+            pairs = zip(batch, spans, strict=True)
+            expect(window for one, own in pairs for span in own for window in one.windows(span))
+        found += [_cosine(read, one, own) for one, own in zip(batch, spans, strict=True)]
     return found
 
 
-def _cosine(read: Read, replica: CastReplica) -> float:
+def _cosine(read: Read, replica: CastReplica, spans: Sequence[Span]) -> float:
     import numpy as np  # noqa: PLC0415 - opening most checkpoints reads no values
 
     from zexport.ranges.cast import NUMPY  # noqa: PLC0415
 
-    spans = list(_samples(0, replica.numel, _FINGERPRINT_NUMEL))
-    sides = (replica.kept, replica.kept_dtype), (replica.other, replica.other_dtype)
-    one, other = (
-        np.frombuffer(_elements(read, [(source, s) for s in spans], dtype), NUMPY[dtype])
-        for source, dtype in sides
-    )
-    one, other = (
-        np.nan_to_num(side.astype(np.float64), posinf=0, neginf=0) for side in (one, other)
-    )
-    norms = float(np.linalg.norm(one) * np.linalg.norm(other))
-    return float(one @ other) / norms if norms else 1.0
+    sides = []
+    for source, dtype in replica.copies:
+        raw = _elements(read, [(source, span) for span in spans], dtype)
+        values = np.frombuffer(raw, NUMPY[dtype]).astype(np.float64)
+        sides.append(np.nan_to_num(values, posinf=0, neginf=0))
+    norms = float(np.linalg.norm(sides[0]) * np.linalg.norm(sides[1]))
+    return float(sides[0] @ sides[1]) / norms if norms else 1.0
 
 
 _Part: TypeAlias = tuple[Comparison, Span]
 
 
-def _windows(replica: CastReplica, span: Span) -> Iterator[tuple[ByteSource, int, int]]:
-    """The bytes of both copies, from the first to behind the last."""
-    copies = (replica.kept, replica.kept_dtype), (replica.other, replica.other_dtype)
-    for source, dtype in copies:
-        yield source, span[0] * dtype.itemsize, span[1] * dtype.itemsize
-
-
 def _spans(replica: CastReplica, number: int, of: int, *, full: bool) -> Iterator[Span]:
-    """What to compare of the tensor that is ``number`` among ``of``.
+    """Yield the elements to compare of tensor ``number`` of ``of``.
 
-    Samples are taken from every range of the exported copy, so that each rank file that holds part
-    of a tensor is looked into. Where there are too many, every n-th is taken, another one for each
-    tensor.
+    Samples cover every range of the exported copy, so every rank file is read. If there are too
+    many, each tensor takes every n-th, starting at another one.
     """
-    if full or replica.names_it:
+    if full or replica.is_matched_by_value:
         yield 0, replica.numel
         return
-    samples = [
-        span
-        for start, stop in _runs(replica.kept, replica.kept_dtype.itemsize)
-        for span in _samples(start, stop, _SAMPLE_NUMEL)
-    ]
-    step = -(-len(samples) // max(1, _SPANS_MAX // of))
-    yield from samples[number % step :: step] if step > 1 else samples
-
-
-def _runs(source: ByteSource, itemsize: int) -> Iterator[Span]:
-    """The ranges of files that a source lies in, in elements of it; the last may be several."""
-    begin, end = 0, source.nbytes // itemsize
-    for extent in islice(source.extents(0, source.nbytes), _RUNS_MAX):
-        yield begin, begin + extent.nbytes // itemsize
-        begin += extent.nbytes // itemsize
+    samples: list[Span] = []
+    begin, end, itemsize = 0, replica.numel, replica.kept_dtype.itemsize
+    for extent in islice(replica.kept.extents(0, replica.kept.nbytes), _RUNS_MAX):
+        stop = begin + extent.nbytes // itemsize
+        samples += _samples(begin, stop, _SAMPLE_NUMEL)
+        begin = stop
     if begin < end:
-        yield begin, end
+        samples += _samples(begin, end, _SAMPLE_NUMEL)
+    step = max(1, -(-len(samples) // max(1, _SPANS_MAX // of)))
+    yield from samples[number % step :: step]
 
 
 def _samples(start: int, stop: int, numel: int) -> Iterator[Span]:
-    """The beginning, the middle and the end of a range; all of a small one."""
+    """Yield start, middle and end of a range; all of a small one."""
     if stop - start <= 3 * numel:
         yield start, stop
         return
@@ -235,39 +217,34 @@ def _samples(start: int, stop: int, numel: int) -> Iterator[Span]:
         yield begin, begin + numel
 
 
-def _parts(span: Span, numel: int) -> Iterator[Span]:
-    for start in range(*span, numel):
-        yield start, min(start + numel, span[1])
-
-
-def _batches(parts: Iterable[_Part], numel: int) -> Iterator[list[_Part]]:
-    """Parts of the same types, as many as fit."""
+def _batches(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
+    """Yield parts of the same dtypes, up to ``_BATCH_NUMEL`` elements together."""
     batch: list[_Part] = []
-    room = numel
+    room = _BATCH_NUMEL
     for one, (start, stop) in parts:
-        if batch and (stop - start > room or _types(batch[0][0]) != _types(one)):
+        if batch and (stop - start > room or _dtypes(batch[0]) != _dtypes((one, (start, stop)))):
             yield batch
-            batch, room = [], numel
+            batch, room = [], _BATCH_NUMEL
         batch.append((one, (start, stop)))
         room -= stop - start
     if batch:
         yield batch
 
 
-def _types(one: Comparison) -> tuple[DType, DType]:
-    return one.replica.kept_dtype, one.replica.other_dtype
+def _dtypes(part: _Part) -> tuple[DType, DType]:
+    return part[0].replica.kept_dtype, part[0].replica.other_dtype
 
 
 def _compare(batch: Sequence[_Part], read: Read) -> None:
-    """Read a batch, cast it, and note what is seen."""
-    from zexport.ranges.cast import bits_seen_as, distances  # noqa: PLC0415
+    """Read a batch, cast the wider copies, and add the differences."""
+    from zexport.ranges.cast import bits_seen_as, distances  # noqa: PLC0415 - imports numpy
 
-    kept_dtype, other_dtype = _types(batch[0][0])
+    kept_dtype, other_dtype = _dtypes(batch[0])
     kept = _elements(read, [(one.replica.kept, span) for one, span in batch], kept_dtype)
     other = _elements(read, [(one.replica.other, span) for one, span in batch], other_dtype)
     narrower = min(other_dtype, kept_dtype, key=lambda dtype: dtype.itemsize)
-    one_bits = bits_seen_as(kept, kept_dtype, narrower)
-    found = distances(one_bits, bits_seen_as(other, other_dtype, narrower), narrower)
+    bits = bits_seen_as(kept, kept_dtype, narrower)
+    found = distances(bits, bits_seen_as(other, other_dtype, narrower), narrower)
     at = 0
     for one, (start, stop) in batch:
         one.add(start, found[at : at + stop - start])
@@ -275,7 +252,7 @@ def _compare(batch: Sequence[_Part], read: Read) -> None:
 
 
 def _elements(read: Read, spans: Sequence[tuple[ByteSource, Span]], dtype: DType) -> bytearray:
-    """The bytes of spans of sources, one after another."""
+    """Return the bytes of spans of sources, one after another."""
     elements = bytearray(sum(stop - start for _, (start, stop) in spans) * dtype.itemsize)
     room = memoryview(elements)
     for source, (start, stop) in spans:

@@ -1,14 +1,12 @@
-"""Bytes that lie in no file: adapters merged into their base, casts, and ranks' parts with zeros.
+"""Byte sources that are computed when they are read: merged adapters, casts, padding.
 
-Descriptions only, and byte sources like any other: a window of one may be cut, laid end to end or
-tiled. What its elements are is worked out where it is read (``zexport.ranges.calculator``).
+``zexport.ranges.calculator`` computes the elements.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 from math import prod
 from pathlib import Path
@@ -16,48 +14,44 @@ from pathlib import Path
 from msgspec import Struct
 
 from zexport.ranges.dtypes import DType
-from zexport.ranges.source import ByteSource, Extent, all_within
+from zexport.ranges.source import ByteSource, Extent, all_within, overlaps
 
-_PLACE = Path("computed")
-"""What stands for a file in an extent of bytes that are in none."""
+_NO_FILE = Path("computed")
 
 
 class Elements(Struct, frozen=True):
-    """Row-major elements of one type, and where they come from."""
+    """Row-major elements of a dtype."""
 
     source: ByteSource
     dtype: DType
 
 
 class Computed(Struct, frozen=True):
-    """What is worked out where it is read: any window of it is one range of the result."""
+    """A source without a file: any window is one ``ComputedExtent``."""
 
     def extents(self, start: int, stop: int) -> Iterator[Extent]:
-        """The window, as one range of the result."""
         if start < stop:
-            yield ComputedExtent(_PLACE, start, stop - start, self)
+            yield ComputedExtent(_NO_FILE, start, stop - start, self)
 
 
 class ComputedExtent(Extent, frozen=True):
-    """Bytes of a tensor that is computed; ``offset`` counts from its first."""
+    """Bytes of a computed tensor; ``offset`` counts from its first."""
 
     of: Computed
 
 
 class Recast(Computed, frozen=True):
-    """The elements of another tensor, rounded to ``dtype``."""
+    """The elements of another tensor, cast to ``dtype``."""
 
     elements: Elements
     dtype: DType
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the result."""
         stored = self.elements
         return stored.source.nbytes // stored.dtype.itemsize * self.dtype.itemsize
 
     def constituents(self) -> tuple[ByteSource, ...]:
-        """Where the elements come from."""
         return (self.elements.source,)
 
 
@@ -70,21 +64,18 @@ class ScaledSum(Computed, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the result."""
         return self.base.source.nbytes // self.base.dtype.itemsize * DType.F32.itemsize
 
     def constituents(self) -> tuple[ByteSource, ...]:
-        """Both terms."""
         return self.base.source, self.addend.source
 
 
 class Factors(Struct, frozen=True):
-    """The two factors of a low-rank matrix, or of a stack of them, as peft stores them.
+    """The factors of a low-rank matrix, or of a stack of matrices, as peft stores them.
 
-    ``a`` is ``(matrices, rank, inputs)`` and ``b`` is ``(outputs, rank, matrices)``, row-major;
-    the product is ``b @ a``, ``(outputs, inputs)``, for each matrix by itself. For one matrix these
-    are the weights of ``lora_A`` and ``lora_B``; for a stack of experts peft 0.21
-    (``tuners/lora/layer.py``, ``ParamWrapper.get_delta_weight``) cuts them this way.
+    ``a`` is ``(matrices, rank, inputs)``, ``b`` is ``(outputs, rank, matrices)``; the product is
+    ``b @ a``, ``(outputs, inputs)``, for each matrix. One matrix: ``lora_A`` and ``lora_B``; a
+    stack of experts: peft 0.21, ``tuners/lora/layer.py`` (``ParamWrapper.get_delta_weight``).
     """
 
     a: Elements
@@ -96,10 +87,9 @@ class Factors(Struct, frozen=True):
 
 
 class LowRankUpdate(Computed, frozen=True):
-    """``base + scaling * (b @ a)`` in float32, each row or column then scaled to a magnitude.
+    """``base + scaling * (b @ a)`` in float32, with DoRA then scaled to a magnitude per output.
 
-    DoRA's, an element for each output. Each matrix of ``base`` is ``(outputs, inputs)``, unless
-    transposed.
+    Each matrix of ``base`` is ``(outputs, inputs)``, unless transposed.
     """
 
     base: Elements
@@ -110,79 +100,64 @@ class LowRankUpdate(Computed, frozen=True):
 
     @property
     def rows(self) -> int:
-        """Rows of a matrix as it is stored."""
         return self.factors.inputs if self.is_transposed else self.factors.outputs
 
     @property
     def columns(self) -> int:
-        """Columns of a matrix as it is stored."""
         return self.factors.outputs if self.is_transposed else self.factors.inputs
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the result."""
         return prod((self.factors.matrices, self.rows, self.columns)) * DType.F32.itemsize
 
     def constituents(self) -> tuple[ByteSource, ...]:
-        """The base, both factors, and the magnitude."""
         magnitude = () if self.magnitude is None else (self.magnitude.source,)
         return self.base.source, self.factors.a.source, self.factors.b.source, *magnitude
 
 
 class Zeros(Computed, frozen=True):
-    """Zero bytes that are in no file, such as the padding of a flat group."""
+    """Zero bytes, such as the padding of a flat group."""
 
     nbytes: int
 
     def constituents(self) -> tuple[ByteSource, ...]:
-        """Nothing."""
         return ()
 
 
 def updates_in(sources: Iterable[ByteSource]) -> Iterator[LowRankUpdate]:
-    """The low-rank updates that some of ``sources`` are, or are made of; each once."""
+    """Yield the low-rank updates among ``sources`` and their constituents, each once."""
     return (source for source in all_within(sources) if isinstance(source, LowRankUpdate))
 
 
-@dataclass(frozen=True, slots=True)
-class Stripes:
-    """Several runs, each cut into stripes of ``nbytes`` of its own; all ranks' stripes share it."""
+class Partitions(Struct, frozen=True, dict=True):
+    """Several sources to partition: each rank gets ``nbytes[i]`` of source ``i``."""
 
-    runs: tuple[ByteSource, ...]
+    sources: tuple[ByteSource, ...]
     nbytes: tuple[int, ...]
-    ends: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "ends", tuple(accumulate(self.nbytes)))
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """Where each source's part ends in a partition."""
+        return tuple(accumulate(self.nbytes))
 
 
-class Stripe(Struct, frozen=True):
-    """Stripe ``rank`` of every run, end to end; where a run has ended, zeros fill it up."""
+class Partition(Struct, frozen=True):
+    """A rank's partition of several sources, padded with zeros."""
 
-    of: Stripes
+    of: Partitions
     rank: int
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one rank, padding included."""
         return self.of.ends[-1] if self.of.ends else 0
 
     def extents(self, start: int, stop: int) -> Iterator[Extent]:
-        """The ranges of a window, run after run."""
-        index = bisect_right(self.of.ends, start)
-        while start < stop:
-            run, size, end = self.of.runs[index], self.of.nbytes[index], self.of.ends[index]
-            until = min(stop, end)
-            first = self.rank * size + start - (end - size)
-            last = first + until - start
-            kept = min(last, run.nbytes)
-            if first < kept:
-                yield from run.extents(first, kept)
-            if (lacking := last - max(first, kept)) > 0:
-                yield from Zeros(lacking).extents(0, lacking)
-            start = max(start, until)
-            index += 1
+        for index, first, last in overlaps(self.of.ends, start, stop):
+            source, begin = self.of.sources[index], self.rank * self.of.nbytes[index]
+            stored = max(begin + first, min(begin + last, source.nbytes))
+            yield from source.extents(begin + first, stored)
+            padding = begin + last - stored
+            yield from Zeros(padding).extents(0, padding)
 
     def constituents(self) -> tuple[ByteSource, ...]:
-        """The runs."""
-        return self.of.runs
+        return self.of.sources

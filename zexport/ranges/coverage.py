@@ -1,4 +1,4 @@
-"""What was read of each zip record, and its CRC-32, in whatever order it was read."""
+"""Coverage: which ranges of each record were read, in any order, and their CRC-32."""
 
 from __future__ import annotations
 
@@ -12,32 +12,26 @@ from typing import TypeAlias
 from blake3 import blake3
 from isal import isal_zlib
 
-from zexport.ranges.source import Member
+from zexport.ranges.source import Record
 
 Range: TypeAlias = tuple[int, int, int]
-"""First byte of a file, first byte beyond, and the CRC-32 of what lies between."""
+"""Start and stop (exclusive) in a file, and the CRC-32 of the bytes."""
 
 _NEW_MIN = 256
-"""Ranges that are noted, in an array, before they are put in order: there may be a thousand files.
-"""
+"""Ranges collected before they are sorted; there may be 1,000 files."""
 
 
 class Ranges:
-    """Ranges in the order in which they were put, in 24 bytes each: there may be a million."""
+    """Ranges in three arrays, 24 bytes each: there may be a million."""
 
     __slots__ = ("crcs", "starts", "stops")
 
     def __init__(self, ranges: Iterable[Range] = ()) -> None:
         self.starts, self.stops, self.crcs = array("Q"), array("Q"), array("Q")
-        self.extend(ranges)
-
-    def extend(self, ranges: Iterable[Range]) -> None:
-        """Put these behind the rest."""
         for one in ranges:
             self.append(*one)
 
     def append(self, start: int, stop: int, crc: int) -> None:
-        """Put one behind the rest."""
         self.starts.append(start)
         self.stops.append(stop)
         self.crcs.append(crc)
@@ -48,178 +42,159 @@ class Ranges:
     def __len__(self) -> int:
         return len(self.starts)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Ranges) and [*self] == [*other]
-
-    __hash__ = None  # type: ignore[assignment]
-
     def between(self, first: int, last: int) -> list[Range]:
-        """Of ranges by ascending offset, those that begin from ``first`` on and before ``last``."""
+        """Return the ranges that begin from ``first`` to before ``last``; they must be sorted."""
         here = slice(bisect_left(self.starts, first), bisect_left(self.starts, last))
         return [*zip(self.starts[here], self.stops[here], self.crcs[here], strict=True)]
 
-    def is_free(self, start: int, stop: int) -> bool:
-        """Whether none of them, which are by ascending offset and apart, overlaps a range."""
-        at = bisect_left(self.starts, stop)
-        return not at or self.stops[at - 1] <= start
 
+class Coverage:
+    """Ranges that were read of some files."""
 
-class Ledger:
-    """What was read of some files: a ledger for each, made when its first byte is entered."""
-
-    def __init__(self, members: Mapping[Path, Sequence[Member]]) -> None:
-        self._members = members
-        self._files: dict[Path, FileLedger] = {}
+    def __init__(self, records: Mapping[Path, Sequence[Record]]) -> None:
+        self._records = records
+        self._files: dict[Path, FileCoverage] = {}
         self._lock = Lock()
 
-    def take(self, ranges: Mapping[Path, Iterable[Range]]) -> None:
-        """Note what another ledger noted of the same files."""
-        for path, found in ranges.items():
-            self.of(path).take(found)
+    def add(self, ranges: Mapping[Path, Iterable[Range]], *, in_digest: bool = False) -> None:
+        """Add ranges of another coverage; existing ones stay.
 
-    def add(self, ranges: Mapping[Path, Iterable[Range]]) -> None:
-        """Note what another ledger noted, as ``enter`` does; what is noted already stays."""
+        ``in_digest`` includes their records in ``FileCoverage.digest``.
+        """
         for path, found in ranges.items():
-            self.of(path).add(found)
+            self.of(path).add(found, in_digest=in_digest)
 
     def ranges(self) -> dict[Path, Ranges]:
-        """Everything noted, by file."""
-        return {path: self._files[path].ranges() for path in sorted(self._files)}
+        """Return all ranges by file."""
+        return {path: file.ranges() for path, file in self.files()}
 
-    def files(self) -> Iterator[tuple[Path, FileLedger]]:
-        """The ledger of every file of which a byte was noted."""
+    def files(self) -> Iterator[tuple[Path, FileCoverage]]:
+        """Yield the coverage of every file that was read, by path."""
         return ((path, self._files[path]) for path in sorted(self._files))
 
-    def of(self, path: Path) -> FileLedger:
-        """The ledger of one file."""
+    def of(self, path: Path) -> FileCoverage:
+        """Return the coverage of one file."""
         try:
             return self._files[path]
         except KeyError:
             with self._lock:
-                return self._files.setdefault(path, FileLedger(self._members.get(path, ())))
+                return self._files.setdefault(path, FileCoverage(self._records.get(path, ())))
 
 
-class FileLedger:
-    """The CRC-32 of what was read of one file's records, in as few ranges as possible.
+class FileCoverage:
+    """Ranges that were read of one file's records, in as few ranges as possible.
 
-    A range that overlaps an earlier one is not kept: what it alone covers stays a gap, to be read
-    again when the rest is known. It errs towards reading twice, never towards trusting a byte
-    unseen.
+    A range that overlaps an earlier one is dropped, so its other bytes stay a gap and are read
+    again later. That reads some bytes twice, but never trusts an unread one.
     """
 
-    def __init__(self, members: Sequence[Member]) -> None:
-        self._members = members
-        self._offsets = [member.offset for member in members]
+    def __init__(self, records: Sequence[Record]) -> None:
+        self._records = records
+        self._offsets = [record.offset for record in records]
         self._begins = frozenset(self._offsets)
-        self._bounds = 0, 0  # of the record that was read last
-        self._new = array("Q")  # three numbers for each
+        self._bounds = 0, 0  # of the last record
+        self._new = array("Q")  # three numbers per range
         self._room = 3 * _NEW_MIN
         self._ranges = Ranges()
-        self._taken: set[Member] = set()
+        self._digested: set[Record] = set()
         self._lock = Lock()
 
     def enter(self, offset: int, data: memoryview) -> None:
-        """Note bytes of the file; those outside every record are passed over."""
+        """Add bytes of the file; those outside of records are ignored."""
         stop = offset + data.nbytes
         begin, end = self._bounds
-        if begin <= offset < stop <= end:  # as most ranges do
-            self._add(offset, stop, isal_zlib.crc32(data))
+        if begin <= offset < stop <= end:  # as usual
+            self._append(offset, stop, isal_zlib.crc32(data))
             return
-        for member, first, last in self._within(offset, stop):
-            self._bounds = member.offset, member.offset + member.nbytes
-            self._add(first, last, isal_zlib.crc32(data[first - offset : last - offset]))
+        for record, first, last in self._within(offset, stop):
+            self._bounds = record.offset, record.offset + record.nbytes
+            self._append(first, last, isal_zlib.crc32(data[first - offset : last - offset]))
 
-    def take(self, ranges: Iterable[Range]) -> None:
-        """Note ranges whose CRC-32 is known; one that is not of a single record is passed over."""
-        self._taken.update(self.add(ranges))
-
-    def add(self, ranges: Iterable[Range]) -> set[Member]:
-        """The same, of ranges that count for nothing but the proof; the records they are of."""
-        self.ranges()  # what is noted already stays
-        members: set[Member] = set()
+    def add(self, ranges: Iterable[Range], *, in_digest: bool) -> None:
+        """Add ranges that are within one record."""
+        self.ranges()  # existing ranges stay
         with self._lock:
             for one in ranges:
-                for member, *edges in self._within(*one[:2]):
+                for record, *edges in self._within(*one[:2]):
                     if (*edges,) == one[:2]:
                         self._new.extend(one)
-                        members.add(member)
-        self.ranges()  # those of many files are not kept until all are noted
-        return members
+                        if in_digest:
+                            self._digested.add(record)
+        self.ranges()  # to free memory
 
-    def _within(self, start: int, stop: int) -> Iterator[tuple[Member, int, int]]:
-        """The records that a range reaches into, and what of it lies in each."""
+    def _within(self, start: int, stop: int) -> Iterator[tuple[Record, int, int]]:
+        """Yield the records that a range overlaps, and the overlaps."""
         index = max(bisect_right(self._offsets, start) - 1, 0)
-        while index < len(self._members) and self._members[index].offset < stop:
-            member = self._members[index]
-            first = max(start, member.offset)
-            last = min(stop, member.offset + member.nbytes)
+        while index < len(self._records) and self._records[index].offset < stop:
+            record = self._records[index]
+            first = max(start, record.offset)
+            last = min(stop, record.offset + record.nbytes)
             if first < last:
-                yield member, first, last
+                yield record, first, last
             index += 1
 
-    def _add(self, start: int, stop: int, crc: int) -> None:
+    def _append(self, start: int, stop: int, crc: int) -> None:
         with self._lock:
             self._new.extend((start, stop, crc))
             if len(self._new) >= self._room:
-                self._settle()
+                self._merge()
 
     def ranges(self) -> Ranges:
-        """Everything noted, by ascending offset; no range reaches into two records."""
+        """Return all ranges, sorted; each is within one record."""
         with self._lock:
             if self._new:
-                self._settle()
+                self._merge()
             return self._ranges
 
-    def _settle(self) -> None:
-        """Put what is new among the rest, where there is room; neighbours become one range."""
+    def _merge(self) -> None:
+        """Sort new ranges into the others and join neighbors."""
         numbers = iter(self._new)
-        new = zip(numbers, numbers, numbers, strict=True)
-        old, kept = self._ranges, Ranges()
-        free = (one for one in new if old.is_free(*one[:2])) if old else new
-        at, end, crc = -1, -1, 0
-        for start, stop, own in sorted([*old, *free]):
+        old, merged = self._ranges, Ranges()
+        found = [*old]
+        for one in zip(numbers, numbers, numbers, strict=True):
+            at = bisect_left(old.starts, one[1])
+            if not at or old.stops[at - 1] <= one[0]:
+                found.append(one)
+        found.sort()
+        begin, end, crc = -1, -1, 0
+        for start, stop, own in found:
             if start == end and start not in self._begins:
                 end, crc = stop, isal_zlib.crc32_combine(crc, own, stop - start)
             elif start >= end:
                 if end >= 0:
-                    kept.append(at, end, crc)
-                at, end, crc = start, stop, own
-        kept.append(at, end, crc)
-        self._ranges, self._new = kept, array("Q")
-        self._room = 3 * max(_NEW_MIN, len(kept))
+                    merged.append(begin, end, crc)
+                begin, end, crc = start, stop, own
+        merged.append(begin, end, crc)
+        self._ranges, self._new = merged, array("Q")
+        self._room = 3 * max(_NEW_MIN, len(merged))
 
-    def touched(self) -> list[Member]:
-        """The records of which a byte was read, by ascending offset."""
-        reached = (self._within(start, stop) for start, stop, _ in self.ranges())
-        return list(dict.fromkeys(member for found in reached for member, _, _ in found))
+    def touched(self) -> list[Record]:
+        """Return the records that were read at least in part, by offset."""
+        overlaps = (self._within(start, stop) for start, stop, _ in self.ranges())
+        return list(dict.fromkeys(record for found in overlaps for record, _, _ in found))
 
-    def gaps(self, member: Member, limit: int) -> Iterator[tuple[int, int]]:
-        """The ranges of a record that were not read, none longer than ``limit``."""
-        spans = self._of(member)
-        edges = [member.offset, *(edge for first, last, _ in spans for edge in (first, last))]
-        edges.append(member.offset + member.nbytes)
+    def gaps(self, record: Record, limit: int) -> Iterator[tuple[int, int]]:
+        """Yield the ranges of a record that were not read, each at most ``limit`` bytes."""
+        end = record.offset + record.nbytes
+        spans = self.ranges().between(record.offset, end)
+        edges = [record.offset, *(edge for start, stop, _ in spans for edge in (start, stop)), end]
         for start, stop in zip(edges[::2], edges[1::2], strict=True):
             for begin in range(start, stop, limit):
                 yield begin, min(begin + limit, stop)
 
-    def _of(self, member: Member) -> list[Range]:
-        return self.ranges().between(member.offset, member.offset + member.nbytes)
-
-    def crc(self, member: Member) -> int:
-        """The CRC-32 of a record; right once it has no gaps."""
-        return self._of(member)[0][2]
+    def crc(self, record: Record) -> int:
+        """Return the CRC-32 of a record without gaps."""
+        return self.ranges().between(record.offset, record.offset + record.nbytes)[0][2]
 
     def digest(self) -> str | None:
-        """BLAKE3 over a line ``name offset nbytes crc32`` for each record taken, by offset.
+        """Return BLAKE3 over ``name offset nbytes crc32`` of records; ``None`` if there are none.
 
-        Records that were only entered here, such as to be compared, are left out; ``None`` where
-        nothing was taken. It stands for the bytes as their CRC-32 does: against every accident, not
-        against malice.
+        It detects every accident, but not malice, like CRC-32.
         """
-        if not self._taken:
+        if not self._digested:
             return None
         digest = blake3()
-        for member in sorted(self._taken, key=lambda member: member.offset):
-            line = f"{member.name} {member.offset} {member.nbytes} {self.crc(member):08x}\n"
-            digest.update(line.encode(errors="backslashreplace"))  # names are what files say
+        for record in sorted(self._digested, key=lambda record: record.offset):
+            line = f"{record.name} {record.offset} {record.nbytes} {self.crc(record):08x}\n"
+            digest.update(line.encode(errors="backslashreplace"))
         return digest.hexdigest()

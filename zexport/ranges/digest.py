@@ -15,18 +15,17 @@ from zexport.storage.storage import InputFile
 
 DIGEST_NBYTES = 32
 _CHUNK_NBYTES = 1 << 20
-"""Small enough that the bytes are still in the processor's cache when digested."""
+"""Small enough for the processor's cache."""
 
 _BATCH_NBYTES, _BATCH_RANGES = 32 << 20, 4096
-"""What one thread reads before the next is asked."""
+"""Work of one task."""
 
 
 class FileDigests(Struct, frozen=True):
     """Digests of a file of tensors.
 
-    ``tensors`` has 32 bytes per tensor in file order; ``whole`` is BLAKE3 of the bytes outside of
-    tensors and then of ``tensors``. Like the root of a hash tree, it covers every byte of the file
-    without a second pass. ``crc32`` is that of the whole file.
+    ``tensors`` has 32 bytes per tensor in file order. ``whole`` is BLAKE3 of the bytes outside of
+    tensors, then of ``tensors``, so it covers every byte in one pass. ``crc32`` is of the file.
     """
 
     tensors: bytes

@@ -1,16 +1,15 @@
-"""Where bytes are: ranges of files, and the tensors made by laying ranges end to end.
+"""Byte sources: the file ranges that a tensor consists of.
 
-A ``ByteSource`` is a description, not data. It answers one question for any window of its bytes:
-which ranges of which files, in order. Because every source can be asked about any window, a tensor
-of any size is streamed through a buffer of fixed size, and a source shared by ten thousand
-tensors is stored once.
+A ``ByteSource`` is a description, not data. It returns, for any window of its bytes, the file
+ranges in order. So a tensor of any size is streamed through a fixed buffer, and a source shared by
+10,000 tensors is stored once.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 from math import prod
 from pathlib import Path
@@ -28,31 +27,26 @@ if TYPE_CHECKING:
 
 
 class ByteSource(Protocol):
-    """A run of ``nbytes`` bytes that lie somewhere in files."""
+    """``nbytes`` bytes in files."""
 
     @property
-    def nbytes(self) -> int:
-        """Length of the run."""
-        ...
+    def nbytes(self) -> int: ...
 
     def extents(self, start: int, stop: int) -> Iterator[Extent]:
-        """The ranges that hold bytes ``start`` to ``stop`` (half-open), in order, none empty."""
+        """Yield the non-empty ranges of bytes ``start`` to ``stop`` (exclusive), in order."""
         ...
 
     def constituents(self) -> tuple[ByteSource, ...]:
-        """The sources it is made of; nothing for a range of a file."""
+        """Return the sources it consists of; none for a range of a file."""
         ...
 
 
 Read: TypeAlias = Callable[[ByteSource, int, memoryview], None]
-"""Fills memory with the bytes of a source, from one of them on."""
+"""Fill memory with the bytes of a source from an offset."""
 
 
-class Member(Struct, frozen=True, gc=False):
-    """One record: bytes ``offset`` to ``offset + nbytes`` (half-open) of the file.
-
-    ``crc32`` is what the file says of them; ``None`` where it says nothing.
-    """
+class Record(Struct, frozen=True, gc=False):
+    """Bytes of a file that one CRC-32 covers; ``crc32`` is ``None`` if the file records none."""
 
     name: str
     offset: int
@@ -61,49 +55,53 @@ class Member(Struct, frozen=True, gc=False):
 
 
 class Extent(Struct, frozen=True, gc=False):
-    """Bytes ``offset`` to ``offset + nbytes`` (half-open) of one file."""
+    """A range of a file."""
 
     path: Path
     offset: int
     nbytes: int
 
     def extents(self, start: int, stop: int) -> Iterator[Extent]:
-        """The window of this range, as one range."""
         if start < stop:
             yield Extent(self.path, self.offset + start, stop - start)
 
     def constituents(self) -> tuple[ByteSource, ...]:
-        """Nothing: it is a range of a file."""
         return ()
 
 
-@dataclass(frozen=True, slots=True)
-class Chain:
-    """Several sources laid end to end, such as one flat group's partitions in rank order."""
+def overlaps(ends: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the parts that a window contains: number, first byte, last byte (exclusive).
+
+    ``ends`` is where each part ends.
+    """
+    index = bisect_right(ends, start)
+    while start < stop:
+        begin = ends[index - 1] if index else 0
+        end = min(stop, ends[index])
+        yield index, start - begin, end - begin
+        start = end
+        index += 1
+
+
+class Chain(Struct, frozen=True, dict=True):
+    """Several sources one after another, such as the partitions of a flat group."""
 
     parts: tuple[ByteSource, ...]
-    _ends: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_ends", tuple(accumulate(part.nbytes for part in self.parts)))
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """Where each part ends."""
+        return tuple(accumulate(part.nbytes for part in self.parts))
 
     @property
     def nbytes(self) -> int:
-        """Sum of the parts."""
-        return self._ends[-1] if self._ends else 0
+        return self.ends[-1] if self.ends else 0
 
     def extents(self, start: int, stop: int) -> Iterator[Extent]:
-        """The ranges of a window, part after part."""
-        index = bisect_right(self._ends, start)
-        while start < stop:
-            begin = self._ends[index] - self.parts[index].nbytes
-            end = min(stop, self._ends[index])
-            yield from self.parts[index].extents(start - begin, end - begin)
-            start = max(start, end)
-            index += 1
+        for index, first, last in overlaps(self.ends, start, stop):
+            yield from self.parts[index].extents(first, last)
 
     def constituents(self) -> tuple[ByteSource, ...]:
-        """The parts."""
         return self.parts
 
 
@@ -115,45 +113,40 @@ class Window(Struct, frozen=True, gc=False):
     nbytes: int
 
     def extents(self, start: int, stop: int) -> Iterator[Extent]:
-        """The ranges of a window within this window."""
         return self.source.extents(self.start + start, self.start + stop)
 
     def constituents(self) -> tuple[ByteSource, ...]:
-        """The larger source."""
         return (self.source,)
 
 
-class Striped(Struct, frozen=True, gc=False):
-    """A run cut into equal stripes, stripe ``i`` lying at the same ``offset`` of source ``i``.
+class Partitioned(Struct, frozen=True, gc=False):
+    """A ZeRO-3 parameter: partition ``i`` is at the same ``offset`` of source ``i``.
 
-    This is how ZeRO-3 stores a parameter: every rank holds ``stripe_nbytes`` of it at the same
-    place of its own flat group, and the last ranks' tail is padding, which is not part of the run.
+    ``nbytes`` excludes the padding of the last partitions.
     """
 
     sources: tuple[ByteSource, ...]
     offset: int
-    stripe_nbytes: int
+    partition_nbytes: int
     nbytes: int
 
     def extents(self, start: int, stop: int) -> Iterator[Extent]:
-        """The ranges of a window, stripe after stripe."""
         while start < stop:
-            index, within = divmod(start, self.stripe_nbytes)
-            count = min(self.stripe_nbytes - within, stop - start)
+            index, within = divmod(start, self.partition_nbytes)
+            count = min(self.partition_nbytes - within, stop - start)
             source, begin = self.sources[index], self.offset + within
-            if isinstance(source, Extent):  # as most are; a generator takes as long as the reading
+            if isinstance(source, Extent):  # most are; a generator would take as long as the read
                 yield Extent(source.path, source.offset + begin, count)
             else:
                 yield from source.extents(begin, begin + count)
             start += count
 
     def constituents(self) -> tuple[ByteSource, ...]:
-        """The sources of the stripes."""
         return self.sources
 
 
 def paths_of(sources: Iterable[ByteSource]) -> set[Path]:
-    """The files that hold bytes of ``sources``; bytes that are in no file have none."""
+    """Return the files that contain bytes of ``sources``."""
     found: set[Path] = set()
     for source in all_within(sources):
         if not source.constituents():
@@ -163,10 +156,9 @@ def paths_of(sources: Iterable[ByteSource]) -> set[Path]:
 
 
 def all_within(sources: Iterable[ByteSource]) -> Iterator[ByteSource]:
-    """``sources`` and all that they are made of, each once.
+    """Yield ``sources`` and everything they consist of, each once.
 
-    What many share is looked into once: a source such as a flat group, and a tuple of them such as
-    the ranks below every tensor of ZeRO-3.
+    Shared tuples, such as the ranks of all ZeRO-3 parameters, are visited once too.
     """
     seen: set[int] = set()
     shared: dict[int, tuple[ByteSource, ...]] = {}  # with the tuple, so that its id stays
@@ -185,20 +177,19 @@ def all_within(sources: Iterable[ByteSource]) -> Iterator[ByteSource]:
         waiting.extend(parts)
 
 
-class Places:
-    """The ranges of some sources, by file: which of them a byte of a file is in."""
+class ExtentIndex:
+    """The ranges of some sources by file, sorted, to find which one contains a byte."""
 
     def __init__(self, sources: Iterable[ByteSource]) -> None:
-        found: dict[Path, list[Extent]] = {}
+        self.ranges: dict[Path, list[Extent]] = {}
         for source in sources:
             for extent in source.extents(0, source.nbytes):
-                found.setdefault(extent.path, []).append(extent)
-        for ranges in found.values():
+                self.ranges.setdefault(extent.path, []).append(extent)
+        for ranges in self.ranges.values():
             ranges.sort(key=lambda one: (one.offset, one.nbytes))
-        self.ranges = found
 
     def find(self, extent: Extent) -> Extent | None:
-        """The range that some bytes begin in; ``None`` where that is none."""
+        """Return the range that contains the first byte of ``extent``, if any."""
         ranges = self.ranges.get(extent.path, [])
         at = bisect_right(ranges, extent.offset, key=lambda one: one.offset) - 1
         is_within = at >= 0 and extent.offset < ranges[at].offset + ranges[at].nbytes
@@ -206,7 +197,7 @@ class Places:
 
 
 def row_major(shape: Sequence[int]) -> Shape:
-    """Strides, in elements, of a densely stored tensor."""
+    """Return the strides, in elements, of a contiguous tensor."""
     strides = [1] * len(shape)
     for dim in range(len(shape) - 2, -1, -1):
         strides[dim] = strides[dim + 1] * shape[dim + 1]
@@ -214,9 +205,9 @@ def row_major(shape: Sequence[int]) -> Shape:
 
 
 class Tile(Struct, frozen=True):
-    """A box of the whole, by its first index and size, and where its elements lie in a source.
+    """A box of a tensor from index ``start``; its elements are in ``source``.
 
-    The element that holds the first, and how many apart neighbours are in each dimension.
+    The first is element ``offset``; neighbors are ``stride`` elements apart in each dimension.
     """
 
     start: Shape
@@ -225,16 +216,9 @@ class Tile(Struct, frozen=True):
     offset: int
     stride: Shape
 
-    def holds(self, index: Sequence[int]) -> bool:
-        """Whether the element of the whole at ``index`` is in this box."""
-        return all(a <= i < a + n for a, i, n in zip(self.start, index, self.shape, strict=True))
-
 
 class Box(Struct, frozen=True):
-    """Elements of one tile that lie within a window of the whole.
-
-    Where they are in its source, and where they belong in the window, by first element and stride.
-    """
+    """The elements of a tile within a window: strided in the source and in the window."""
 
     shape: Shape
     source: ByteSource
@@ -244,30 +228,45 @@ class Box(Struct, frozen=True):
     out_stride: Shape
 
 
-@dataclass(frozen=True, slots=True)
-class Mosaic:
-    """A row-major tensor of ``shape`` made of tiles that cover it, each element once."""
+class Mosaic(Struct, frozen=True, dict=True):
+    """A row-major tensor of ``shape``; tiles cover each element once.
+
+    Raises:
+        LayoutError: tiles exceed the tensor or their source, overlap, or leave gaps.
+    """
 
     shape: Shape
     itemsize: int
     tiles: tuple[Tile, ...]
-    _strides: Shape = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_strides", row_major(self.shape))
-        _check_cover(self.shape, self.tiles, self.itemsize)
+        for tile in self.tiles:
+            if any(n < 1 for n in tile.shape) or len(tile.shape) != len(tile.stride):
+                raise LayoutError("a box exceeds its tensor", tile.shape, self.shape)
+            last = tile.offset + _dot((n - 1 for n in tile.shape), tile.stride)
+            needed = (last + 1) * self.itemsize
+            if min(tile.offset, *tile.stride, 0) < 0 or needed > tile.source.nbytes:
+                found, expected = f"{needed} bytes", f"at most {tile.source.nbytes}"
+                raise LayoutError("a box of a tensor exceeds its storage", found, expected)
+        check_cover("a tensor", self.shape, [(tile.start, tile.shape) for tile in self.tiles])
+
+    @cached_property
+    def strides(self) -> Shape:
+        return row_major(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole."""
         return prod(self.shape) * self.itemsize
 
     def extents(self, start: int, stop: int) -> Iterator[Extent]:
-        """The ranges of a window, run after run along the rows of the tiles."""
+        """Yield the ranges of a window, row by row of the tiles."""
         while start < stop:
             element, within = divmod(start, self.itemsize)
-            index = self._index(element)
-            tile = next(tile for tile in self.tiles if tile.holds(index))
+            index = []
+            for stride in self.strides:
+                at, element = divmod(element, stride)
+                index.append(at)
+            tile = next(tile for tile in self.tiles if _contains(tile, index))
             position, run = self._run(tile, index)
             begin = position * self.itemsize + within
             count = min(run * self.itemsize - within, stop - start)
@@ -275,39 +274,26 @@ class Mosaic:
             start += count
 
     def constituents(self) -> tuple[ByteSource, ...]:
-        """The sources that the tiles are cut from."""
         return tuple(tile.source for tile in self.tiles)
 
     def boxes(self, first: int, last: int) -> Iterator[Box]:
-        """What elements ``first`` to ``last`` (half-open) of the whole are made of; in no order."""
+        """Yield elements ``first`` to ``last`` (exclusive) as boxes, in no order."""
         for start, shape in _boxes_of_window(self.shape, first, last):
             for tile in self.tiles:
                 begin = tuple(map(max, start, tile.start))
-                end = tuple(min(a + n, b + m) for a, n, b, m in _zip(start, shape, tile))
+                both = zip(start, shape, tile.start, tile.shape, strict=True)
+                end = tuple(min(a + n, b + m) for a, n, b, m in both)
                 size = tuple(b - a for a, b in zip(begin, end, strict=True))
                 if all(n > 0 for n in size):
                     local = (a - b for a, b in zip(begin, tile.start, strict=True))
-                    yield Box(
-                        shape=size,
-                        source=tile.source,
-                        offset=tile.offset + _dot(local, tile.stride),
-                        stride=tile.stride,
-                        out_offset=_dot(begin, self._strides) - first,
-                        out_stride=self._strides,
-                    )
+                    offset = tile.offset + _dot(local, tile.stride)
+                    out_offset = _dot(begin, self.strides) - first
+                    yield Box(size, tile.source, offset, tile.stride, out_offset, self.strides)
 
-    def _index(self, element: int) -> Shape:
-        index = []
-        for stride in self._strides:
-            at, element = divmod(element, stride)
-            index.append(at)
-        return tuple(index)
+    def _run(self, tile: Tile, index: Sequence[int]) -> tuple[int, int]:
+        """Return the position of ``index`` in a tile's source, and how many elements follow it.
 
-    def _run(self, tile: Tile, index: Shape) -> tuple[int, int]:
-        """Position in the tile's source of the element at ``index``, and how many follow densely.
-
-        A run goes on into the next row as long as the tile spans whole rows of the whole, and the
-        source stores them densely.
+        A run continues in the next row if the tile has whole rows and its source is contiguous.
         """
         local = [i - a for i, a in zip(index, tile.start, strict=True)]
         position = tile.offset + _dot(local, tile.stride)
@@ -322,8 +308,16 @@ class Mosaic:
         return position, run
 
 
+def _contains(tile: Tile, index: Sequence[int]) -> bool:
+    return all(a <= i < a + n for a, i, n in zip(tile.start, index, tile.shape, strict=True))
+
+
+def _dot(index: Iterable[int], stride: Sequence[int]) -> int:
+    return sum(i * s for i, s in zip(index, stride, strict=True))
+
+
 def _boxes_of_window(shape: Shape, first: int, last: int) -> Iterator[tuple[Shape, Shape]]:
-    """A row-major window of a tensor as boxes, each by its start and its shape, in order."""
+    """Yield a row-major window of a tensor as boxes (start, shape), in order."""
     if not shape:
         if first < last:
             yield (), ()
@@ -342,38 +336,14 @@ def _boxes_of_window(shape: Shape, first: int, last: int) -> Iterator[tuple[Shap
         first += stop - within
 
 
-def _zip(start: Shape, shape: Shape, tile: Tile) -> Iterator[tuple[int, int, int, int]]:
-    return zip(start, shape, tile.start, tile.shape, strict=True)
-
-
-def _dot(index: Iterable[int], stride: Sequence[int]) -> int:
-    return sum(i * s for i, s in zip(index, stride, strict=True))
-
-
-def _check_cover(shape: Shape, tiles: Sequence[Tile], itemsize: int) -> None:
-    for tile in tiles:
-        inside = len(tile.shape) == len(tile.stride) and all(n > 0 for n in tile.shape)
-        if not inside:
-            raise LayoutError("a piece of a split tensor reaches outside it", tile.shape, shape)
-        last = tile.offset + _dot((n - 1 for n in tile.shape), tile.stride)
-        if min(tile.offset, *tile.stride, 0) < 0 or (last + 1) * itemsize > tile.source.nbytes:
-            raise LayoutError(
-                "a piece of a split tensor reaches outside its shard",
-                f"element {last}",
-                f"less than {tile.source.nbytes // itemsize}",
-            )
-    check_cover("a split tensor", shape, [(tile.start, tile.shape) for tile in tiles])
-
-
 def check_cover(name: str, shape: Shape, boxes: Iterable[tuple[Shape, Shape]]) -> None:
-    """Raise unless boxes (first index, size) cover a tensor, each element exactly once.
+    """Raise unless boxes (start, shape) cover a tensor, each element exactly once.
 
-    The boxes are swept along the dimension in which they start at the most indices: each is
-    compared with those only that reach its start, which are few for the chunks of thousands of
-    ranks.
+    Boxes are sorted by the dimension with the most different starts. Each is compared only with
+    those that reach its start, which are few even for the chunks of thousands of ranks.
 
     Raises:
-        LayoutError: a box reaches outside the tensor, two overlap, or they leave gaps.
+        LayoutError: a box exceeds the tensor, two overlap, or they leave gaps.
     """
     filled = []
     for start, size in boxes:
@@ -381,61 +351,50 @@ def check_cover(name: str, shape: Shape, boxes: Iterable[tuple[Shape, Shape]]) -
             a >= 0 and a + n <= whole for a, n, whole in zip(start, size, shape, strict=True)
         )
         if not fits:
-            raise LayoutError(f"a piece of {name} reaches outside it", (start, size), shape)
+            raise LayoutError(f"a box of {name} exceeds it", (start, size), shape)
         if prod(size):
             filled.append((start, size))
     starts = [len(set(indices)) for indices in zip(*(start for start, _ in filled), strict=True)]
-    dim = starts.index(max(starts)) if starts else None
+    dim = starts.index(max(starts)) if starts else 0
     reaching: list[tuple[Shape, Shape]] = []
-    for box in filled if dim is None else sorted(filled, key=lambda one: one[0][dim]):
-        reaching = [
-            one for one in reaching if dim is None or one[0][dim] + one[1][dim] > box[0][dim]
-        ]
-        if other := next((one for one in reaching if _overlap(one, box)), None):
-            raise LayoutError(f"two pieces of {name} overlap", other, box)
-        reaching.append(box)
+    for start, size in sorted(filled, key=lambda one: one[0][dim]) if shape else ():
+        reaching = [one for one in reaching if one[0][dim] + one[1][dim] > start[dim]]
+        for other in reaching:
+            if all(a < b + m and b < a + n for a, n, b, m in zip(*other, start, size, strict=True)):
+                raise LayoutError(f"two boxes of {name} overlap", other, (start, size))
+        reaching.append((start, size))
     covered = sum(prod(size) for _, size in filled)
     if covered != prod(shape):
-        raise LayoutError(f"the pieces of {name} leave gaps", f"{covered} elements", prod(shape))
-
-
-def _overlap(one: tuple[Shape, Shape], other: tuple[Shape, Shape]) -> bool:
-    return all(a < b + m and b < a + n for a, n, b, m in zip(*one, *other, strict=True))
+        raise LayoutError(f"boxes of {name} leave gaps", f"{covered} elements", prod(shape))
 
 
 _GAP_NBYTES = 64 << 10
-"""A gap that is read costs about as much time as one more read."""
+"""Reading a gap of this size takes as long as another read."""
 
 _SPAN_NBYTES_MIN = 64 << 10
 
 
 def gather(mosaic: Mosaic, start: int, buffer: memoryview, read: Read) -> None:
-    """Fill ``buffer`` with the bytes of ``mosaic`` from ``start`` on, both in whole elements.
+    """Fill ``buffer`` with the bytes of ``mosaic`` from ``start``, both in whole elements.
 
-    Read run by run, a transposed matrix would take a read for each element. So whatever lies close
-    together is read as one span, gaps and all, and its elements are put in their places in memory.
-    No span is longer than ``buffer``, or than 64 KiB where that is short; that much memory is held
-    besides it for each level of mosaics within mosaics.
+    Elements that are close together are read as one span, including gaps, and moved to their places
+    in memory; a transposed matrix would otherwise take a read per element. A span has at most
+    ``buffer.nbytes`` or 64 KiB, which is allocated once for each level of nested mosaics.
     """
     itemsize = mosaic.itemsize
     first = start // itemsize
     limit = max(buffer.nbytes, _SPAN_NBYTES_MIN) // itemsize
     for box in mosaic.boxes(first, first + buffer.nbytes // itemsize):
-        for span in _spans(box, limit, itemsize):
-            _fill(span, itemsize, buffer, read)
-
-
-def _fill(box: Box, itemsize: int, buffer: memoryview, read: Read) -> None:
-    """Read the span that a box lies in, and put its elements in their places."""
-    begin, nbytes = box.offset * itemsize, _span(box) * itemsize
-    if _is_run(box):
-        out = box.out_offset * itemsize
-        read(box.source, begin, buffer[out : out + nbytes])
-        return
-    scratch = memoryview(bytearray(nbytes))
-    read(box.source, begin, scratch)
-    placed = _array(buffer, itemsize, box.shape, box.out_offset, box.out_stride)
-    placed[...] = _array(scratch, itemsize, box.shape, 0, box.stride)
+        for part in _split(box, limit, itemsize):
+            begin, nbytes = part.offset * itemsize, _span(part) * itemsize
+            if _is_run(part):
+                out = part.out_offset * itemsize
+                read(part.source, begin, buffer[out : out + nbytes])
+            else:
+                scratch = memoryview(bytearray(nbytes))
+                read(part.source, begin, scratch)
+                placed = _array(buffer, itemsize, part.shape, part.out_offset, part.out_stride)
+                placed[...] = _array(scratch, itemsize, part.shape, 0, part.stride)
 
 
 def _array(
@@ -448,41 +407,42 @@ def _array(
     return np.ndarray(shape, np.dtype(f"{kind}{itemsize}"), memory, offset * itemsize, steps)
 
 
-def _spans(box: Box, limit: int, itemsize: int) -> Iterator[Box]:
-    """The box in parts that each lie in a span of ``limit`` elements, without wide gaps."""
+def _split(box: Box, limit: int, itemsize: int) -> Iterator[Box]:
+    """Yield parts of a box that each span at most ``limit`` elements, without wide gaps."""
     if _is_run(box):
         yield box
         return
     dim = max(range(len(box.shape)), key=lambda d: (box.shape[d] > 1, box.stride[d]))
     step, count = box.stride[dim], box.shape[dim]
     within = _span(box) - (count - 1) * step
-    wide = (step - within) * itemsize > _GAP_NBYTES
-    if not wide and _span(box) <= limit:
+    is_wide = (step - within) * itemsize > _GAP_NBYTES
+    if not is_wide and _span(box) <= limit:
         yield box
         return
-    each = 1 if wide else max(1, (limit - within) // step + 1)
+    each = 1 if is_wide else max(1, (limit - within) // step + 1)
     for index in range(0, count, each):
-        size = min(each, count - index)
         part = replace(
             box,
-            shape=(*box.shape[:dim], size, *box.shape[dim + 1 :]),
+            shape=(*box.shape[:dim], min(each, count - index), *box.shape[dim + 1 :]),
             offset=box.offset + index * step,
             out_offset=box.out_offset + index * box.out_stride[dim],
         )
-        yield from _spans(part, limit, itemsize)
+        yield from _split(part, limit, itemsize)
 
 
 def _span(box: Box) -> int:
-    """Elements of the source from the box's first to its last."""
+    """Return the number of source elements from the first to the last of a box."""
     return 1 + sum((n - 1) * step for n, step in zip(box.shape, box.stride, strict=True))
 
 
 def _is_run(box: Box) -> bool:
-    """Whether its elements lie one after another, both where they are and where they belong."""
-    dims = [d for d, count in enumerate(box.shape) if count > 1]
+    """Whether its elements are contiguous, in the source and in the window."""
     dense = 1
-    for dim in reversed(dims):
-        if not box.stride[dim] == box.out_stride[dim] == dense:
-            return False
-        dense *= box.shape[dim]
-    return dense == prod(box.shape)
+    for count, step, out_step in zip(
+        reversed(box.shape), reversed(box.stride), reversed(box.out_stride), strict=True
+    ):
+        if count > 1:
+            if not step == out_step == dense:
+                return False
+            dense *= count
+    return True

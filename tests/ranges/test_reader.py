@@ -1,4 +1,4 @@
-"""Reading by range from real files, and the CRC-32 of whatever was read in whatever order."""
+"""Reads of real files by range, in any order, and their CRC-32."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Saved = tuple[TorchFile, list[ByteSource], list[bytes]]
 
 
 def _save(path: Path, tensors: Sequence[torch.Tensor]) -> Saved:
-    """A file of tensors, where each lies, and its bytes."""
+    """Return a file of tensors, their places and their bytes."""
     torch.save(list(tensors), path)
     file = read_torch_file(path)
     assert isinstance(file.value, list)
@@ -42,7 +42,7 @@ def _read(reader: SourceReader, source: ByteSource, start: int, nbytes: int) -> 
 
 
 def _flipped(path: Path, source: ByteSource, at: int) -> TorchFile:
-    """The file with one bit of a tensor turned over."""
+    """Return the file with one bit of a tensor flipped."""
     (extent,) = source.extents(at, at + 1)
     data = bytearray(path.read_bytes())
     data[extent.offset] ^= 1
@@ -56,10 +56,8 @@ _READS = st.lists(
 
 
 @given(reads=_READS)
-@settings(max_examples=150, deadline=None)
-def test_any_reads_in_any_order_pass_on_a_sound_file(
-    three: Saved, reads: list[tuple[int, int, int]]
-) -> None:
+@settings(max_examples=60, deadline=None)
+def test_reads_in_any_order_pass(three: Saved, reads: list[tuple[int, int, int]]) -> None:
     file, places, data = three
     with SourceReader([file]) as reader:
         for index, start, nbytes in reads:
@@ -71,40 +69,39 @@ def test_any_reads_in_any_order_pass_on_a_sound_file(
 
 @given(reads=_READS, where=st.integers(0, 3999))
 @settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-def test_any_read_of_a_record_finds_a_flipped_bit_anywhere_in_it(
+def test_flipped_bit_anywhere_in_a_read_record_is_refused(
     tmp_path: Path, reads: list[tuple[int, int, int]], where: int
 ) -> None:
-    """Padding that no tensor needs is in the same record."""
     file, (place,), _ = _save(tmp_path / "rank.pt", [torch.arange(1000.0)])
     with SourceReader([_flipped(file.path, place, where)]) as reader:
         for _, start, nbytes in [*reads, (0, 0, 1)]:
             first = min(start, 3999)
             _read(reader, place, first, max(min(nbytes, 4000 - first), 1))
-        with pytest.raises(DamagedCheckpointError, match="does not hold the bytes that were saved"):
+        with pytest.raises(DamagedCheckpointError, match="CRC-32 of record"):
             reader.finish()
 
 
-def test_damage_in_a_record_that_is_not_needed_does_no_harm(tmp_path: Path) -> None:
+def test_damaged_record_that_is_not_read_is_ignored(tmp_path: Path) -> None:
     file, places, _ = _save(tmp_path / "rank.pt", [torch.ones(10), torch.ones(20)])
     with SourceReader([_flipped(file.path, places[1], 0)]) as reader:
         _read(reader, places[0], 0, 40)
         reader.finish()
 
 
-def test_range_beyond_the_end_is_damage(tmp_path: Path) -> None:
+def test_read_beyond_the_end_is_refused(tmp_path: Path) -> None:
     file, _, _ = _save(tmp_path / "rank.pt", [torch.ones(1)])
     end = file.path.stat().st_size
     with (
         SourceReader([file]) as reader,
-        pytest.raises(DamagedCheckpointError, match="ends too early"),
+        pytest.raises(DamagedCheckpointError, match="file is too short"),
     ):
         _read(reader, Extent(file.path, end - 5, 10), 0, 10)
 
 
 @pytest.mark.parametrize("change", ["touched", "longer", "gone"])
-def test_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, change: str) -> None:
+def test_file_that_changes_meanwhile_is_refused(tmp_path: Path, change: str) -> None:
     file, (place,), _ = _save(tmp_path / "rank.pt", [torch.ones(1)])
     with SourceReader([file]) as reader:
         _read(reader, place, 0, 1)
@@ -114,11 +111,11 @@ def test_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, change: s
             file.path.write_bytes(file.path.read_bytes() + b"a")
         else:
             file.path.unlink()
-        with pytest.raises(CheckpointError, match=r"was changed|No such file"):
+        with pytest.raises(CheckpointError, match=r"file changed|No such file"):
             reader.finish()
 
 
-def test_more_files_than_the_process_may_open_are_read(
+def test_more_files_than_descriptors_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("zexport.ranges.reader.getrlimit", lambda _: (384, 384))
