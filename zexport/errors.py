@@ -1,9 +1,7 @@
-"""The error tree: what can go wrong, whose fault it is, and the exit code it ends with.
+"""Exceptions that users can cause, with exit codes. Anything else that escapes is a bug.
 
-Every error a user can cause is one of these; anything else that escapes is a bug in zexport.
-The facts are attributes, so that a program can act on them; the sentence is made from the facts.
-Names and values out of a checkpoint come into messages here and nowhere else, so here they are made
-harmless to terminals and logs.
+Names and values from a checkpoint enter messages only here, so here they are escaped for terminals
+and logs.
 """
 
 from __future__ import annotations
@@ -17,22 +15,23 @@ from zexport.findings import FindingKind
 from zexport.text import shown
 
 _LINE_MAX = 160
-"""Two lines of a terminal, for what a message says beside its path."""
+"""Two terminal lines: a longer message gets one line per fact."""
 
 
 class ZexportError(Exception):
-    """Root of the tree.
+    """Base of all errors.
 
     Attributes:
-        path: the file or folder at fault, where there is one.
+        path: the file or folder at fault, if any.
         problem: what is wrong, without a full stop.
-        found, expected: the two sides of the contradiction, where there is one.
-        hint: the next step, as an imperative sentence without a full stop. These four are
-            printable: characters that a terminal would obey are written as escapes.
-        finding: the kind by which a user may allow it all the same; ``None`` where nobody may.
-        problems: the errors that this one stands for, where it stands for several.
-        exit_code: what a command ends with.
-        kind: a stable word for programs (the ``kind`` of the JSON error object).
+        found, expected: both sides of a mismatch, if any.
+        hint: the next step, as an imperative sentence without a full stop.
+        finding: the kind that ``--allow`` accepts; ``None`` if it cannot be accepted.
+        problems: the errors that this one combines, if any.
+        exit_code: exit code of the command.
+        kind: stable word for programs (``kind`` of the JSON error object).
+
+    ``problem``, ``found``, ``expected`` and ``hint`` are printable: control characters are escaped.
     """
 
     exit_code: ClassVar[int] = 1
@@ -56,80 +55,80 @@ class ZexportError(Exception):
         self.expected = None if expected is None else shown(expected)
         self.finding = finding
         if finding is not None:
-            way_on = f"go on all the same with --allow {finding.value}"
-            hint = f"{hint}, or {way_on}" if hint else way_on.capitalize()
+            accept = f"accept it with --allow {finding.value}"
+            hint = f"{hint}, or {accept}" if hint else accept.capitalize()
         self.hint = shown(hint)
         super().__init__(self.sentence())
 
-    def __str__(self) -> str:  # also of one that came out of another process
+    def __str__(self) -> str:  # also of an error from another process
         return self.sentence()
 
     def sentence(self, within: ZexportError | None = None) -> str:
-        """The message, such as ``path: what is wrong (found X, expected Y). What to do.``.
+        """Return the message, such as ``path: problem (found X, expected Y). Hint.``.
 
-        ``within`` is the error of several that tells of this one; what it says is left out.
+        ``within`` is the error that combines this one; a path or hint that it has is left out.
         """
         where, step = self._around(within)
         return f"{where}{self.statement()}.{step and ' '}{step}"
 
     def statement(self) -> str:
-        """What is wrong, with both sides of the contradiction, and neither path nor full stop."""
+        """Return the message without path, hint and full stop."""
         if self.problems:
-            told = "; ".join(one.sentence(self).rstrip(".") for one in self.problems)
-            return f"{self.problem}: {shown(told)}"
+            combined = "; ".join(one.sentence(self).rstrip(".") for one in self.problems)
+            return f"{self.problem}: {shown(combined)}"
         facts = ", ".join(f"{word} {value}" for word, value in self._facts())
         return f"{self.problem} ({facts})" if facts else self.problem
 
     def lines(self, within: ZexportError | None = None) -> list[str]:
-        """The sentence for a terminal: where it is long, each fact and each problem on a line."""
+        """Return the message for a terminal; a long one has a line for each fact and problem."""
         where, step = self._around(within)
         if not self.problems and len(f"{self.statement()} {step}") <= _LINE_MAX:
             return [self.sentence(within)]
-        told = [f"{word}: {value}" for word, value in self._facts()]
+        below = [f"{word}: {value}" for word, value in self._facts()]
         for number, one in enumerate(self.problems, start=1):
             first, *more = one.lines(self)
-            told += [f"{number}. {first}", *(f" {line}" for line in more)]
+            below += [f"{number}. {first}", *(f" {line}" for line in more)]
         head = f"{where}{self.problem}{':' if self.problems else '.'}"
-        return [head, *(f"  {line}" for line in (*told, step) if line)]
+        return [head, *(f"  {line}" for line in (*below, step) if line)]
 
     def _facts(self) -> list[tuple[str, str]]:
-        found = None if self.problems else self.found  # what was found is told one by one
+        found = None if self.problems else self.found  # the problems repeat it
         facts = (("found", found), ("expected", self.expected))
         return [(word, value) for word, value in facts if value is not None]
 
     def _around(self, within: ZexportError | None) -> tuple[str, str]:
-        """What stands before and behind a message: where it is, and the next step."""
-        is_told = within is not None and within.path == self.path
-        where = "" if self.path is None or is_told else f"{shown(self.path)}: "
+        """Return the path before a message, and the hint after it."""
+        is_known = within is not None and within.path == self.path
+        where = "" if self.path is None or is_known else f"{shown(self.path)}: "
         step = "" if within is not None and within.hint == self.hint else self.hint
         return where, step if step.endswith("?") or not step else f"{step}."
 
 
 class UsageError(ZexportError):
-    """The command was asked for something it cannot mean."""
+    """The command or its options make no sense."""
 
     exit_code = 2
     kind = "usage"
 
 
 class AmbiguousTagError(UsageError):
-    """Several checkpoints lie side by side and nothing says which one is meant."""
+    """The folder has several checkpoints, and none was chosen."""
 
     kind = "ambiguous_tag"
 
 
 class OtherTagError(UsageError):
-    """A tag folder was given, and the name of another tag."""
+    """The path is a tag folder, and ``--tag`` is the name of another tag."""
 
 
 class MissingExtraError(UsageError):
-    """An optional package that this command needs is not installed."""
+    """An optional package that the command needs is not installed."""
 
     kind = "missing_extra"
 
 
 class MemoryLimitError(UsageError):
-    """``--max-memory`` is below what the work needs."""
+    """``--max-memory`` is too small."""
 
     kind = "memory_limit"
 
@@ -142,62 +141,62 @@ class CheckpointError(ZexportError):
 
 
 class NoSuchTagError(CheckpointError):
-    """The tag that was asked for is not there."""
+    """The chosen tag does not exist."""
 
 
 class NotACheckpointError(CheckpointError):
-    """Nothing at this path is a ZeRO checkpoint."""
+    """The path contains no checkpoint."""
 
     kind = "not_a_checkpoint"
 
 
 class IncompleteCheckpointError(CheckpointError):
-    """Files of some ranks are not there."""
+    """Files of some ranks are missing."""
 
     kind = "incomplete"
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A file's bytes contradict themselves, each other, or the format."""
+    """A file contradicts itself, another file, or its format."""
 
     kind = "damaged"
 
 
 class FrozenLeftOutError(CheckpointError):
-    """Frozen weights were left out when the checkpoint was saved."""
+    """Frozen weights were excluded when the checkpoint was saved."""
 
     kind = "frozen_left_out"
 
 
 class UnsupportedError(ZexportError):
-    """Nothing is wrong with the checkpoint, but zexport cannot export it exactly."""
+    """The checkpoint is intact, but zexport cannot export it exactly."""
 
     exit_code = 4
     kind = "unsupported"
 
 
 class NamesMismatchError(UnsupportedError):
-    """The weights are named neither as the model has them in memory nor as on the hub."""
+    """The weights have neither the model's in-memory names nor its Hub names."""
 
     kind = "names_mismatch"
 
 
 class UnsafeError(ZexportError):
-    """The input tries to lead outside its folder, or hides a value behind code."""
+    """The input leads out of its folder, or needs code to be run."""
 
     exit_code = 5
     kind = "unsafe"
 
 
 class OutputError(ZexportError):
-    """The output cannot be written: it exists, there is no space, or no permission."""
+    """The output cannot be written: it exists, the disk is full, or permission is denied."""
 
     exit_code = 6
     kind = "output"
 
 
 class VerificationError(ZexportError):
-    """What was written, or what is being checked, is not what it should be."""
+    """The output differs from its manifest or its checkpoint."""
 
     exit_code = 7
     kind = "verification"
@@ -211,31 +210,25 @@ class TrainingError(ZexportError):
 
 
 def raise_all(problems: Sequence[ZexportError], path: Path | None) -> None:
-    """Raise the one problem there is, or all of them as one error of the gravest kind.
-
-    A path or a next step that all have in common is told once.
-    """
+    """Raise all problems as one error of the gravest kind; a single one as it is."""
     if len(problems) == 1:
         raise problems[0]
     if problems:
         gravest = max(problems, key=lambda problem: problem.exit_code)
         paths, hints = {one.path for one in problems}, {one.hint for one in problems}
         raise type(gravest)(
-            f"has {len(problems)} problems",
+            f"{len(problems)} problems",
             path=paths.pop() if len(paths) == 1 else path,
-            hint=hints.pop() if len(hints) == 1 else "Mend them and run again",
+            hint=hints.pop() if len(hints) == 1 else "Fix them and run again",
             found="; ".join(problem.sentence().rstrip(".") for problem in problems),
             problems=problems,
         )
 
 
 class LayoutError(Exception):
-    """The numbers in a checkpoint contradict its layout; the one error that pure arithmetic raises.
+    """Numbers in a checkpoint contradict each other; raised by code that knows no path.
 
-    Attributes:
-        problem: what does not fit, without a full stop.
-        found, expected: the two numbers (or lists of numbers) that differ.
-        hint: what to do, where the numbers tell what happened.
+    Attributes: as those of ``ZexportError``.
     """
 
     def __init__(
@@ -250,7 +243,7 @@ class LayoutError(Exception):
 
 @contextmanager
 def layout_of(folder: Path) -> Iterator[None]:
-    """Raise a ``LayoutError`` as damage of a checkpoint's folder."""
+    """Raise a ``LayoutError`` as ``DamagedCheckpointError`` of a checkpoint folder."""
     try:
         yield
     except LayoutError as error:

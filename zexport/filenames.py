@@ -1,4 +1,4 @@
-"""The names of files beside weights, as transformers, peft and zexport itself give them."""
+"""Names of files next to weights."""
 
 from __future__ import annotations
 
@@ -10,20 +10,16 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 ADDED = "added_tokens.json"
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
+SOURCE_SIDECAR = "zexport_source.json"
 WEIGHTS_IN_ORDER = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
+    *("model.safetensors", "model.safetensors.index.json"),
+    *("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
-"""Where from_pretrained looks for weights: it loads the first that is there.
+"""``from_pretrained`` loads the first that exists.
 
 Source: transformers 5.23, ``modeling_utils.py`` (``_get_resolved_checkpoint_files``).
 """
-SOURCE_SIDECAR = "zexport_source.json"
-
 MANIFEST_NAME = "zexport_manifest.json"
-"""What says that a folder is an export, and which: it is written last."""
-
+"""Marks a complete export: it is written last."""
 RECEIPTS = ".zexport_journal"
-"""A folder within an unfinished one, which is an export's by it; never part of the finished one."""
+"""Folder of the journal in a staging folder."""

@@ -1,4 +1,4 @@
-"""What may be remarkable about a checkpoint or its values: a stable word for each kind."""
+"""Named anomalies of a checkpoint or its values; ``--allow`` accepts them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from msgspec import Struct
 
 
 class FindingKind(StrEnum):
-    """A kind of finding; the value is its word in reports, manifests and ``--allow``."""
+    """Kind of a finding; the value is its name in reports, manifests and ``--allow``."""
 
     NAN = "nan"
     INF = "inf"
@@ -31,7 +31,7 @@ class FindingKind(StrEnum):
 
     @property
     def is_refused(self) -> bool:
-        """Whether it ends an export, unless it was allowed by name."""
+        """Whether it ends an export without ``--allow``."""
         return self in _REFUSED
 
 
@@ -50,15 +50,15 @@ _REFUSED = frozenset(
 
 
 class Finding(Struct, frozen=True):
-    """Something remarkable, which did not prevent the export.
+    """An anomaly that did not prevent the export.
 
     Attributes:
-        kind: what it is; see errors.md.
-        tensor: the tensor's name in the output, or in the checkpoint where it has none there; empty
-            where it is not about one tensor.
-        count: how many of its elements, as far as they were looked at; without a tensor, 0.
-        detail: what was found, in words without paths; empty where the kind says all.
-        accepted: whether it would have been refused, or warned of, and was allowed by name.
+        kind: see errors.md.
+        tensor: name in the output, or in the checkpoint if the output lacks it; empty if the
+            finding is not about one tensor.
+        count: number of affected elements among those that were checked.
+        detail: what was found, without paths; empty if the kind is enough.
+        accepted: whether ``--allow`` accepted it.
     """
 
     kind: FindingKind

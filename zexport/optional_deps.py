@@ -1,4 +1,4 @@
-"""The packages of the extras: what this environment lacks of them, and the line to type."""
+"""Optional dependencies: what is missing in this environment, and the command to install it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ from pathlib import Path
 
 from zexport.storage.files import matching
 
-_FROM, _WHERE = ".", "in a clone of zexport"
-"""What pip installs; its name, and anywhere, once it is published."""
-
 _TRANSFORMERS_MIN = 5
-"""The first that says how the weights in its files are made of those in memory."""
+"""The first with conversions between names in memory and names in files."""
 
 _NO_TRANSFORMERS, _NO_TORCH = "no transformers", "no torch"
 
@@ -20,36 +17,34 @@ HUB_WANTED = f"transformers {_TRANSFORMERS_MIN} or later, and torch"
 
 
 def to_install(extra: str) -> str:
-    """The next step where a package of an extra is missing."""
-    return f"Type pip install '{_FROM}[{extra}]' {_WHERE}"
+    """Return the hint for a missing package of an extra."""
+    return f"Run pip install '.[{extra}]' in a clone of zexport"
 
 
 def to_have_names() -> str:
-    """The next step where transformers cannot be asked.
+    """Return the hint for missing or too old transformers.
 
-    One that is installed and does not do may be what a training is pinned to: then it stays, and
-    zexport gets an environment of its own.
+    A training environment may pin an old one, so zexport then needs its own environment.
     """
     if lack_for_names() in {_NO_TRANSFORMERS, _NO_TORCH}:
         return to_install("hub")
-    line = f"'{_FROM}[hub]'"
-    return f"Type uv tool install {line}, or pipx install {line}, {_WHERE}"
+    return "Run uv tool install '.[hub]', or pipx install '.[hub]', in a clone of zexport"
 
 
 @cache
 def installed(package: str) -> str | None:
-    """The version of an installed package; nothing of it is imported.
+    """Return the version of an installed package without importing it.
 
-    The name of the folder with its metadata tells it, which lies beside the package. Else, as where
-    a package runs from its sources, Python's own module is asked, which takes a tenth of an export.
+    The name of its metadata folder has the version. ``importlib.metadata``, which takes a tenth of
+    an export, is needed only for packages that run from source.
 
     Source: packaging.python.org, "Recording installed projects" (``{name}-{version}.dist-info``).
     """
     found = find_spec(package)
     for place in (found and found.submodule_search_locations) or ():
-        beside = matching(Path(place).parent, f"{package}-*.dist-info")
-        if len(beside) == 1:
-            return beside[0].stem.removeprefix(f"{package}-")
+        metadata = matching(Path(place).parent, f"{package}-*.dist-info")
+        if len(metadata) == 1:
+            return metadata[0].stem.removeprefix(f"{package}-")
     import importlib.metadata  # noqa: PLC0415 - see above
 
     try:
@@ -59,7 +54,7 @@ def installed(package: str) -> str | None:
 
 
 def lack_for_names() -> str:
-    """What keeps this environment from telling a model's names; empty if nothing does."""
+    """Return what Hub names need and this environment lacks; empty if nothing."""
     version = installed("transformers")
     if version is None:
         return _NO_TRANSFORMERS

@@ -1,4 +1,4 @@
-"""What the caller of an export may choose."""
+"""Options of exports and resharding."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def dtype_name(text: str) -> str:
 
 
 class ExportDType(Enum):
-    """The element type of the exported floating-point tensors."""
+    """Dtype of the exported floating-point tensors."""
 
     FP32 = "fp32"
     BF16 = "bf16"
     FP16 = "fp16"
     AUTO = "auto"
-    """The type that the module trained in."""
+    """The dtype of the module weights in training."""
 
     @classmethod
     def _missing_(cls, value: object) -> ExportDType | None:
@@ -52,59 +52,59 @@ class ExportDType(Enum):
 
 
 class NameLayout(Enum):
-    """Whose names the tensors carry."""
+    """Names of the exported tensors."""
 
     HUB = "hub"
-    """Those that ``save_pretrained`` of the installed transformers writes."""
+    """Hub names, as ``save_pretrained`` of the installed transformers writes them."""
     MEMORY = "memory"
-    """Those of the checkpoint's ``param_shapes``."""
+    """In-memory names, as in the checkpoint's ``param_shapes``."""
 
 
 class AdapterMode(Enum):
-    """What becomes of a peft model's adapter."""
+    """Whether a PEFT adapter is kept or merged."""
 
     AUTO = "auto"
-    """Merged where a base model is given, kept as an adapter otherwise."""
+    """Merged if a base model is passed, else kept."""
     KEEP = "keep"
-    """A folder that peft loads onto the base model."""
+    """A folder that PEFT loads onto the base model."""
     MERGE = "merge"
-    """A model of its own: the base model with the adapter worked in."""
+    """A whole model: the base model with the adapter merged."""
 
 
 class Engine(Enum):
-    """Who rebuilds the weights."""
+    """Program that reassembles the weights."""
 
     NATIVE = "native"
     DEEPSPEED = "deepspeed"
 
 
 class CheckMode(Enum):
-    """How much is compared of a weight that the checkpoint holds twice, fp32 and rounded."""
+    """How many elements of master weights are compared with module weights."""
 
     SAMPLED = "sampled"
-    """Some elements of every tensor, from each rank file that holds part of it."""
+    """Some elements of every tensor, from each rank file that has a part."""
     FULL = "full"
     """Every element."""
 
 
 class ResumeFormat(Enum):
-    """The form of a checkpoint that training goes on from."""
+    """Format of a resharded checkpoint."""
 
     NATIVE = "native"
-    """Rank files for one world size and stage, which plain ``load_checkpoint`` takes."""
+    """Rank files for one world size and ZeRO stage; ``load_checkpoint`` loads them."""
     UNIVERSAL = "universal"
-    """DeepSpeed's universal checkpoint, for every world size."""
+    """DeepSpeed's universal checkpoint, for any world size."""
 
 
 _P = ParamSpec("_P")
 SHARD_NBYTES_MIN = 10**6
-"""A smaller bound on a file of weights is a slip, such as 5 for 5 GB."""
+"""A smaller shard size is a mistake, such as 5 for 5 GB."""
 
 _T = TypeVar("_T")
 
 
 def chosen(name: str, kind: type[_T], value: object) -> _T:
-    """A value of the kind that it is to be, such as an enumeration's member from its text."""
+    """Return an option's value as ``kind``, such as an enum member from its text."""
     try:
         return msgspec.convert(value, kind, dec_hook=_given_path)
     except msgspec.ValidationError as cause:
@@ -123,9 +123,9 @@ _PLAIN: dict[str, Any] = {"bool": bool, "str | None": str | None, "CheckMode": C
 
 
 def checks_arguments(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """The same function; what a switch, a mode or a text given by name cannot be is refused.
+    """Return the function with checked keyword arguments.
 
-    To Python any text is true: ``delete="no"`` would delete.
+    Any text is true in Python, so ``delete="no"`` would delete.
     """
     kinds = {name: _PLAIN[one] for name, one in function.__annotations__.items() if one in _PLAIN}
 
@@ -139,7 +139,7 @@ def checks_arguments(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def settle(options: DataclassInstance) -> None:
-    """Enumerations may be given by value and paths as text; what fits no field is refused."""
+    """Convert fields of a new record to their types, such as text to paths and enum members."""
     kinds = get_type_hints(type(options))
     for name in (one.name for one in fields(options)):
         object.__setattr__(options, name, chosen(name, kinds[name], getattr(options, name)))
@@ -147,27 +147,24 @@ def settle(options: DataclassInstance) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RecordedOptions:
-    """The choices that change what is written, as a manifest keeps them.
+    """Options that change the output; a manifest records them.
 
     Attributes:
-        dtype: element type of the floating-point tensors.
-        layout: whose names the tensors carry.
-        hub_layout: which of the ways in which the model may be saved, by its label, which is empty
-            for transformers' own; null leaves it to the base, or to transformers, and is recorded
-            where names are as stored.
-        engine: who rebuilds the weights.
-        exclude_frozen: leave out frozen weights, whether they are there or not.
-        max_shard_nbytes: largest size of a safetensors file's data, in bytes.
-        renames: pairs of pattern and replacement, applied in order to every name of the checkpoint,
-            before it is compared with the model's names.
-        check: how much is compared of weights that the checkpoint holds twice.
-        only: export the part of the model whose names begin with this, and a dot, alone; it is left
-            out of the names. Empty for all.
-        allow: kinds of findings that are told and do not end the export.
-        adapter: what becomes of a peft model's adapter.
-        adapter_name: which one, where there are several; null keeps all, or merges the only one.
-        base_dtype: the element type that the base had in the training of an adapter; ``auto`` for
-            the one that DeepSpeed's configuration had it cast to.
+        dtype: dtype of the floating-point tensors.
+        layout: names of the tensors.
+        hub_layout: label of one of several Hub layouts of the model (empty: transformers' own);
+            ``None`` chooses by the base model, or transformers' own.
+        engine: program that reassembles the weights.
+        exclude_frozen: leave out frozen weights.
+        max_shard_nbytes: maximum size of a shard's tensors, in bytes.
+        renames: regex and replacement pairs, applied in order to the checkpoint's names first.
+        check: how many elements of master weights are compared with module weights.
+        only: export only the submodule with this name, and remove it from names; empty for all.
+        allow: finding kinds to accept.
+        adapter: whether a PEFT adapter is kept or merged.
+        adapter_name: one of several adapters; ``None`` keeps all, or merges the only one.
+        base_dtype: dtype of the base weights while the adapter was trained; ``auto`` takes it from
+            the DeepSpeed config.
     """
 
     dtype: ExportDType = ExportDType.FP32
@@ -186,21 +183,20 @@ class RecordedOptions:
     base_dtype: ExportDType = ExportDType.AUTO
 
     def __post_init__(self) -> None:
-        """What fits no field is refused."""
         settle(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOptions(RecordedOptions):
-    """The choices of one export, with their defaults: those that are recorded, and these.
+    """Options of an export: those of ``RecordedOptions``, and these.
 
     Attributes:
-        base: a model folder for config, tokenizer and frozen weights that the checkpoint lacks. The
-            hub's name of a model in its cache on this machine, unless a folder is called so.
-        adapter_config: ``adapter_config.json`` of the adapter, where none lies with the checkpoint.
-        jobs: worker threads.
-        max_memory_nbytes: bound on the memory of the process; ``None`` for the default.
-        overwrite: replace an older model in the output folder's place.
+        base: base model (folder or cached Hub name): supplies config, tokenizer and unsaved frozen
+            weights.
+        adapter_config: ``adapter_config.json``, if the checkpoint has none.
+        jobs: number of worker threads.
+        max_memory_nbytes: memory limit in bytes; ``None`` for the default.
+        overwrite: replace an older export or model folder.
     """
 
     base: Path | None = None
@@ -210,16 +206,13 @@ class ExportOptions(RecordedOptions):
     overwrite: bool = False
 
     def recorded(self) -> RecordedOptions:
-        """Those choices that change what is written."""
+        """Return only the options that change the output."""
         kept = {one.name: getattr(self, one.name) for one in fields(RecordedOptions)}
         return RecordedOptions(**kept)
 
     @classmethod
     def from_recorded(cls, recorded: object) -> ExportOptions:
-        """The recorded choices that ``recorded`` came from, and else the defaults.
-
-        The engine is the native one, whichever was used.
-        """
+        """Return recorded options, with defaults for the rest and the native engine."""
         found = msgspec.convert(recorded, RecordedOptions)
         kept = {one.name: getattr(found, one.name) for one in fields(RecordedOptions)}
         return cls(**kept | {"engine": Engine.NATIVE})
@@ -227,20 +220,20 @@ class ExportOptions(RecordedOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReshardOptions:
-    """The choices of one resharding, with their defaults.
+    """Options of a resharding.
 
     Attributes:
-        world_size: data-parallel ranks that are to load it; not needed for a universal checkpoint.
-        stage: their ZeRO stage, 1 to 3; ``None`` for the source's.
-        ds_config: their DeepSpeed configuration; ``None`` for the one in the source's files.
+        world_size: new data-parallel world size; not needed for a universal checkpoint.
+        stage: new ZeRO stage, 1 to 3; ``None`` for the source's.
+        ds_config: new DeepSpeed config; ``None`` for the one in the rank files.
         format: rank files or a universal checkpoint.
-        drop_client_state: leave out of the client's own state what cannot be written safely.
-        for_deepspeed: version of DeepSpeed that is to load it; ``None`` for the newest.
-        allow: kinds of findings that are told and do not end the work.
-        check: how much is compared of weights that the checkpoint holds twice.
-        jobs: worker threads.
-        max_memory_nbytes: bound on the memory of the process; ``None`` for the default.
-        overwrite: replace an older folder in the output's place.
+        drop_client_state: leave out client state that cannot be written safely.
+        for_deepspeed: DeepSpeed version that will load it; ``None`` for the newest.
+        allow: finding kinds to accept.
+        check: how many elements of master weights are compared with module weights.
+        jobs: number of worker threads.
+        max_memory_nbytes: memory limit in bytes; ``None`` for the default.
+        overwrite: replace an older output.
     """
 
     world_size: int | None = None
@@ -256,7 +249,6 @@ class ReshardOptions:
     overwrite: bool = False
 
     def __post_init__(self) -> None:
-        """What fits no field is refused."""
         settle(self)
 
 
@@ -270,7 +262,7 @@ class Share(Struct, frozen=True):
         return f"{self.number}/{self.count}"
 
     def select(self, sizes: Sequence[int]) -> list[int]:
-        """Return the numbers of its files: their middle byte is in its range of all bytes."""
+        """Return the indices of its files: their middle byte is in its range of all bytes."""
         ends = [*accumulate(sizes)]
         total = max(ends[-1], 1) if ends else 1
         own = []

@@ -1,4 +1,4 @@
-"""What is shown: foreign text with nothing that a terminal would obey, and values in brief."""
+"""Text for people: untrusted text without control characters, short lists, shell words."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from typing import Any
 
 _SHOWN_MAX = 2000
 _END = 400
-"""Characters of one fact in a message; a name in a hostile file may have ten million. The end is
-kept as well: a sentence says there what is wrong with the name before it."""
-
+"""Characters of one fact in a message; a hostile file may have a name of ten million. The end is
+kept too, because a sentence has the cause there."""
 
 _PLACE = r"(?i)(?<![\w.~/])(?:[a-z][a-z0-9+.-]+:/|~/|\.{1,2}/|/)[^\s'\",;()]*"
 """A path from a root or a working directory, or an address."""
@@ -24,10 +23,10 @@ _ITEM_LENGTH_MAX = 150
 
 
 def printable(text: str) -> str:
-    """``text`` with everything that is not visible written out as an escape.
+    """Return ``text`` with every invisible character escaped.
 
-    That covers control characters, line breaks, terminal escapes, marks that change the direction
-    of writing, blanks without width, and lone surrogates.
+    That includes control characters, line breaks, marks of writing direction, zero-width spaces and
+    lone surrogates.
     """
     if text.isprintable():
         return text
@@ -35,7 +34,7 @@ def printable(text: str) -> str:
 
 
 def shown(value: object) -> str:
-    """A fact as a message has it: ``printable``, and cut where it would fill the screen."""
+    """Return a value for a message: ``printable``, and shortened if it would fill the screen."""
     text = str(value)
     if len(text) <= _SHOWN_MAX:
         return printable(text)
@@ -44,48 +43,46 @@ def shown(value: object) -> str:
 
 
 def placeless(text: str) -> str:
-    """``text`` with the last two names of each path and address in it alone.
+    """Return ``text`` with only the last two names of each path and address.
 
-    So it says the same wherever its files lie, and nothing of a machine.
+    It is then the same on every machine, and names none.
     """
-    return re.sub(_PLACE, _last_names, text)
 
+    def last_names(place: re.Match[str]) -> str:
+        names = [one for one in place[0].split("/") if one.strip(".~") and not one.endswith(":")]
+        return "/".join(names[-2:])
 
-def _last_names(place: re.Match[str]) -> str:
-    names = [one for one in place[0].split("/") if one.strip(".~") and not one.endswith(":")]
-    return "/".join(names[-2:])
+    return re.sub(_PLACE, last_names, text)
 
 
 def some(names: Sequence[str], shown: int = 12) -> str:
-    """The first of many names, and how many more there are."""
+    """Return the first names and the number of the rest."""
     more = len(names) - shown
     listed = ", ".join(names[:shown])
     return f"{listed} and {more:,} more" if more > 0 else listed
 
 
 def shell_word(word: str | Path) -> str:
-    """A word of a command that can be pasted into a shell, whatever is in it.
+    """Return a word of a command, quoted for a shell.
 
-    What is not visible, or not in this locale, is given by its bytes (``$'...'``, which bash, zsh
-    and POSIX 2024 know).
+    Invisible characters, and those outside the locale, are bytes in ``$'...'``, which bash, zsh and
+    POSIX 2024 accept.
     """
     text = str(word)
     if text.isprintable():
         return shlex.quote(text)
-    return "$'" + "".join(map(_escaped, os.fsencode(text))) + "'"
-
-
-def _escaped(byte: int) -> str:
-    char = chr(byte)
-    if char in "\\'":
-        return f"\\{char}"
-    return char if " " <= char <= "~" else f"\\{byte:03o}"
+    special = {ord("\\"): r"\\", ord("'"): r"\'"}
+    escaped = (
+        special.get(byte) or (chr(byte) if 32 <= byte < 127 else f"\\{byte:03o}")
+        for byte in os.fsencode(text)
+    )
+    return f"$'{''.join(escaped)}'"
 
 
 def brief(value: Any) -> str:
-    """A record in a few lines: of many items their number, and nothing of what is empty."""
-    told = ((name, getattr(value, name)) for name in type(value).__match_args__)
-    known = (one for one in told if one[1] is not None and one[1] not in _EMPTY)
+    """Return the ``repr`` of a record without empty fields, and with the length of long ones."""
+    items = ((name, getattr(value, name)) for name in type(value).__match_args__)
+    known = (one for one in items if one[1] is not None and one[1] not in _EMPTY)
     return f"{type(value).__name__}({', '.join(f'{name}={_brief(item)}' for name, item in known)})"
 
 

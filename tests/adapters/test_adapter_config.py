@@ -1,4 +1,4 @@
-"""adapter_config.json: which one is used, and that it is the one of the adapter's tensors."""
+"""adapter_config.json: which one is used, and that it fits the adapter's tensors."""
 
 from __future__ import annotations
 
@@ -20,19 +20,15 @@ TOKENS = Form(peft_models.llama, {"target_modules": ["q_proj"], "trainable_token
 
 OF_ANOTHER_RUN: dict[str, tuple[Form, dict[str, object], str]] = {
     "fewer targets": (FORMS["plain"], {"target_modules": ["q_proj"]}, "v_proj"),
-    "narrow pattern": (FORMS["plain"], {"target_modules": r".*\.[01]\..*\.q_proj"}, "v_proj"),
     "excluded": (FORMS["plain"], {"exclude_modules": ["v_proj"]}, "v_proj"),
     "other rank": (FORMS["plain"], {"r": 8}, "8"),
     "other rank of one": (FORMS["patterns"], {"rank_pattern": {}}, "7"),
-    "other rank of experts": (FORMS["one_of_the_experts"], {"r": 5}, "5"),
     "no experts": (FORMS["experts"], {"target_parameters": None}, "experts"),
     "not DoRA": (FORMS["dora"], {"use_dora": False}, "use_dora"),
     "DoRA": (FORMS["plain"], {"use_dora": True}, "use_dora"),
     "no biases": (FORMS["own_bias"], {"lora_bias": False}, "lora_bias"),
     "no copies": (FORMS["saved_modules"], {"modules_to_save": None}, "lm_head"),
-    "no tokens": (TOKENS, {"trainable_token_indices": None}, "trainable_token_indices"),
     "more tokens": (TOKENS, {"trainable_token_indices": [3, 4, 9]}, "trainable_token_indices"),
-    "other method": (FORMS["plain"], {"peft_type": "LOHA"}, "LOHA"),
     "text for a switch": (FORMS["plain"], {"use_rslora": "false"}, "use_rslora"),
 }
 
@@ -47,7 +43,7 @@ def words_for(mode: str, trained: Trained) -> tuple[object, ...]:
 
 @BOTH_MODES
 @pytest.mark.parametrize("case", OF_ANOTHER_RUN)
-def test_configuration_of_another_run_is_rejected(case: str, mode: str, tmp_path: Path) -> None:
+def test_config_of_another_run_is_rejected(case: str, mode: str, tmp_path: Path) -> None:
     form, keys, word = OF_ANOTHER_RUN[case]
     trained = train(tmp_path, form)
     edit_json(trained.checkpoint / CONFIG, **keys)
@@ -61,9 +57,7 @@ def test_configuration_of_another_run_is_rejected(case: str, mode: str, tmp_path
     [
         {"target_modules": "all-linear"},
         {"target_modules": r"model\.layers\.\d+\.self_attn\.[qv]_proj"},
-        {"target_modules": r"^(?!.*visual).*(q_proj|v_proj)$"},
         {"target_modules": ["self_attn.q_proj", "v_proj", "of_another_model"]},
-        {"target_modules": ["q_proj", "v_proj", "o_proj"], "exclude_modules": ["o_proj"]},
         {"target_modules": None},
         {"layers_to_transform": [0, 1], "layers_pattern": "layers"},
         {"modules_to_save": ["classifier", "score"]},
@@ -71,7 +65,7 @@ def test_configuration_of_another_run_is_rejected(case: str, mode: str, tmp_path
     ],
     ids=str,
 )
-def test_other_ways_to_name_the_same_targets_are_accepted(
+def test_equivalent_targets_are_accepted(
     keys: dict[str, object], mode: str, tmp_path: Path
 ) -> None:
     trained = train(tmp_path)
@@ -84,18 +78,17 @@ def test_other_ways_to_name_the_same_targets_are_accepted(
     assert all(found[name].equal(value) for name, value in wanted.items())
 
 
-def test_pattern_that_never_ends_is_matched_in_bounded_time(tmp_path: Path) -> None:
+def test_patterns_are_matched_in_bounded_time(tmp_path: Path) -> None:
     trained = train(tmp_path)
     for pattern in (r"((\w|\.|\d)*)*!", r"(?!x)((\w|\.|\d)*)*!"):
         edit_json(trained.checkpoint / CONFIG, target_modules=pattern)
         refused(trained.checkpoint, tmp_path / "out", kind="damaged")
 
 
-def test_configuration_may_be_given_and_have_any_name(tmp_path: Path) -> None:
+def test_adapter_config_option_takes_any_file_name(tmp_path: Path) -> None:
     trained = train(tmp_path)
     given = (trained.checkpoint / CONFIG).rename(tmp_path / "mine.json")
-    kept = (trained.checkpoint, tmp_path / "out", "--adapter-config", given)
-    export(*kept)
+    export(trained.checkpoint, tmp_path / "out", "--adapter-config", given)
     wanted = read_json(given) | {"inference_mode": True}
     assert read_json(tmp_path / "out" / CONFIG) == wanted
     words = ("--against", trained.checkpoint, "--adapter-config", given)
@@ -103,8 +96,8 @@ def test_configuration_may_be_given_and_have_any_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["base", "checkpoint"])
-def test_adapter_without_a_configuration_is_rejected(where: str, tmp_path: Path) -> None:
-    """Accelerate saves none. Beside a model's config.json it would load without its weights."""
+def test_adapter_without_a_config_is_rejected(where: str, tmp_path: Path) -> None:
+    """Accelerate saves none. With a model's config.json it would load without its weights."""
     trained, out = train(tmp_path), tmp_path / "out"
     (trained.checkpoint / CONFIG).unlink()
     words = ["--base", trained.base] if where == "base" else []
@@ -119,29 +112,8 @@ def test_adapter_without_a_configuration_is_rejected(where: str, tmp_path: Path)
     assert (out / "model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("kind", ["missing", "folder", "model's config"])
-def test_file_that_is_no_configuration_of_an_adapter_is_rejected(kind: str, tmp_path: Path) -> None:
+def test_other_files_as_adapter_config_are_rejected(tmp_path: Path) -> None:
     trained = train(tmp_path)
-    given = tmp_path / "given"
-    if kind == "folder":
-        given.mkdir()
-    elif kind != "missing":
-        given = trained.base / "config.json"
-    words = ("--adapter-config", given)
-    refused(trained.checkpoint, tmp_path / "out", *words, kind="not_a_checkpoint")
-
-
-def test_configuration_that_links_elsewhere_is_rejected(tmp_path: Path) -> None:
-    trained = train(tmp_path)
-    secret = (trained.checkpoint / CONFIG).rename(tmp_path / "secret.json")
-    (trained.checkpoint / CONFIG).symlink_to(secret)
-    refused(trained.checkpoint, tmp_path / "out", kind="unsafe")
-
-
-def test_each_adapter_uses_its_own_configuration(tmp_path: Path) -> None:
-    trained = train(tmp_path, FORMS["plain"], "other")
-    edit_json(trained.checkpoint / CONFIG, lora_alpha=100)
-    given = (trained.checkpoint / CONFIG).rename(tmp_path / CONFIG)
-    export(trained.checkpoint, tmp_path / "out", "--adapter-config", given)
-    alphas = [read_json(tmp_path / "out" / name / CONFIG)["lora_alpha"] for name in ("", "other")]
-    assert alphas == [100, 6]
+    for given in (tmp_path / "missing", trained.base, trained.base / "config.json"):
+        words = ("--adapter-config", given)
+        refused(trained.checkpoint, tmp_path / "out", *words, kind="not_a_checkpoint")

@@ -1,8 +1,7 @@
-"""Damaged copies of real checkpoints, each refused with its kind and the word that matters."""
+"""Damaged copies of real checkpoints are rejected with the kind and the word that matter."""
 
 from __future__ import annotations
 
-import io
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,22 +11,22 @@ import pytest
 import torch
 
 import zexport
-from tests.support.expert_checkpoints import rewrite
+from tests.support.checkpoints import edit as rewrite
 from tests.support.real_cases import copied
 from zexport import (
     DamagedCheckpointError,
+    ExportOptions,
     FindingKind,
     IncompleteCheckpointError,
-    UnsafeError,
+    NameLayout,
     UnsupportedError,
     ZexportError,
 )
-from zexport.checkpoint.state import raise_problems
 
 Damage = Callable[[Path], object]
 State = Any
 
-D, I, U, X = DamagedCheckpointError, IncompleteCheckpointError, UnsupportedError, UnsafeError  # noqa: E741
+D, I, U = DamagedCheckpointError, IncompleteCheckpointError, UnsupportedError  # noqa: E741
 Z0, Z2, Z3, MOE0 = "z0_w2_bf16", "z2_w2_fp16", "z3_w2_bf16", "moe_z0_w2_ep2_bf16"
 MOE2, EP2, T2, U2 = "moe_z2_w4_ep2", "autoep_z2_w4_ep2", "tp2_z2_w4_bf16", "uni_z2_w2_bf16_odd"
 P1, P0, P0T, P16 = "pp2_z1_w4_bf16_tied", "pp2_z0_w4_fp32", "pp2_z0_w4_fp32_tied", "pp2_z0_w4_fp16"
@@ -58,7 +57,6 @@ def edit(pattern: str, change: Callable[[State], object]) -> Damage:
 
 
 def update(pattern: str, *keys: object, **values: object) -> Damage:
-    """Change entries of the dictionary that the keys lead to."""
     return edit(pattern, lambda state: at(state, *keys).update(values))
 
 
@@ -90,14 +88,11 @@ def swap(one: str, other: str) -> Damage:
 
 
 def second(pattern: str, old: str, new: str) -> Damage:
-    """Write the same content under another name, too."""
-
-    def again(root: Path) -> None:
-        for path in files(root, pattern):
-            target = path.with_name(path.name.replace(old, new))
-            rewrite(Path(shutil.copy(path, target)), lambda _: None)
-
-    return again
+    """Also write the same content under another name."""
+    return lambda root: [
+        rewrite(shutil.copy(path, path.with_name(path.name.replace(old, new))), lambda _: None)
+        for path in files(root, pattern)
+    ]
 
 
 def moved(pattern: str, old: str, new: str) -> Damage:
@@ -107,21 +102,8 @@ def moved(pattern: str, old: str, new: str) -> Damage:
 
 
 def exchange(one: str, other: str) -> Damage:
-    """Give each of two files the other's content, under its own name."""
-
-    def change(root: Path) -> None:
-        (first,), (second,) = files(root, one), files(root, other)
-        found: list[State] = []
-        for path in (second, first):
-            rewrite(path, lambda state: found.append(dict(state)))
-        for path, state in zip((first, second), found, strict=True):
-            rewrite(path, lambda own, state=state: own.update(state))
-
-    return change
-
-
-def content(pattern: str, data: bytes) -> Damage:
-    return lambda root: [path.write_bytes(data) for path in files(root, pattern)]
+    """Exchange the contents of two files."""
+    return both(swap(one, other), edit(one, lambda _: None), edit(other, lambda _: None))
 
 
 def first(entries: dict[str, Any], ending: str) -> str:
@@ -139,11 +121,6 @@ def other_step(state: State) -> None:
         one["step"] = torch.tensor(77.0)
 
 
-def integers(state: State) -> None:
-    groups = state["optimizer_state_dict"]["fp32_flat_groups"]
-    groups[:] = [group.int() for group in groups]
-
-
 RANKS = [
     ("z3_w4_bf16_odd", gone("*rank_1_*optim*", "*rank_3_*optim*"), I, "ranks 1, 3"),
     (Z2, gone(MODEL), I, "mp_rank_00_model_states.pt"),
@@ -151,29 +128,13 @@ RANKS = [
     (Z2, second(O1, "rank_1_", "rank_2_"), D, "rank 2"),
     (Z3, second(O1, "bf16_", ""), D, "rank 1"),
     (Z3, swap(O0, O1), D, "renamed"),
-    (Z2, content(O1, b""), D, "rank_1_"),
-    (Z2, content(O1, b"not torch"), D, "rank_1_"),
+    (Z2, lambda root: files(root, O1)[0].write_bytes(b"not torch"), D, "rank_1_"),
     (Z2, update(O1, "optimizer_state_dict", partition_count=[3]), D, "partition"),
     (Z2, update(O1, "optimizer_state_dict", zero_stage=1), D, "stage"),
     (Z2, edit(O1, other_step), D, "optimizer step"),
     (Z3, update(M1, dp_world_size=3), D, "size"),
     (T2, gone("*mp_rank_01_optim*"), I, "mp_rank_01_optim"),
-    (P1, gone("*mp_rank_01_optim*"), I, "mp_rank_01_optim"),
     (MOES, gone("*mp_rank_01*"), I, "stage"),
-]
-
-STATES = [
-    (Z2, update(MODEL, module=torch.Size([1])), D, "module"),
-    (Z2, update(MODEL, param_shapes={}), D, "param_shapes"),
-    *(
-        (Z2, edit(MODEL, lambda s, x=x: s["param_shapes"][0].update(x=x)), D, "param_shapes")
-        for x in ([-1], [1] * 65, [2**62, 2], [True], [2.0], "12")
-    ),
-    (Z2, update(MODEL, buffer_names=[3]), D, "buffer_names"),
-    (Z2, edit(MODEL, lambda s: s["module"].update(w=io.BytesIO())), X, "module"),
-    (Z2, update(MODEL, shared_params={"a": io.BytesIO()}), X, "shared_params"),
-    (Z2, drop(O1, "optimizer_state_dict", "partition_count"), D, "partition_count"),
-    (Z2, drop(O1, "optimizer_state_dict"), D, "optimizer_state_dict"),
 ]
 
 
@@ -195,16 +156,13 @@ def module(change: Callable[[dict[str, Any]], object]) -> Damage:
     return edit(Z0M, lambda state: change(state["module"]))
 
 
-def resized(size: tuple[int, int]) -> Callable[[State], None]:
-    def change(state: State) -> None:
-        shapes = state["param_shapes"][0]
-        shapes[first(shapes, "")] = size
-
-    return change
+def resized(state: State) -> None:
+    shapes = state["param_shapes"][0]
+    shapes[first(shapes, "")] = (13, 8)
 
 
 PARTITIONS, WEIGHT = "single_partition_of_fp32_groups", "model.norm.weight"
-STATE = "optimizer_state_dict"
+STATE, CLIPPING = "optimizer_state_dict", "gradient_clipping"
 GROUPS = [
     *(
         (name, update(O1, STATE, **{PARTITIONS: left}), D, "flat groups")
@@ -225,14 +183,8 @@ GROUPS = [
         for d in (torch.bool, torch.int64)
     ),
     (Z2, module(lambda m: m.update({f"{WEIGHT}x": m.pop(WEIGHT)})), D, f"{WEIGHT}x"),
-    *(
-        (name, edit(MODEL, resized(size)), D, "")
-        for name in (Z2, Z3)
-        for size in ((13, 8), (2**40, 3))
-    ),
+    *((name, edit(MODEL, resized), D, "") for name in (Z2, Z3)),
     (Z2, drop(MODEL, "param_shapes", 0), D, "groups"),
-    (Z3, edit(OPTIM, integers), D, "int32"),
-    (Z2, edit(MODEL, lambda s: s["buffer_names"].append(first(s["param_shapes"][0], ""))), D, ""),
 ]
 
 
@@ -249,7 +201,6 @@ Z3F = "z3_w2_bf16_frozen"
 FROZEN = [
     (Z3F, edit(M1, frozen(torch.Tensor.float)), D, ""),
     (Z3F, edit(MODEL, frozen(torch.Tensor.char)), U, "quantized"),
-    (Z3F, edit(M0, frozen(lambda _: io.BytesIO())), X, "frozen"),
     (Z3F, edit(MODEL, lambda s: s["frozen_param_shapes"].update(other=(8,))), D, "other"),
 ]
 
@@ -261,26 +212,16 @@ def settings(**values: object) -> Callable[[State], object]:
 MIXED = [
     (Z2, edit(O1, settings(lr=0.1)), "lr"),
     (Z3, edit(O1, settings(betas=(0.9, 0.999))), "betas"),
-    ("z1_w2_bf16opt", edit(O1, settings(weight_decay=0.25)), "weight_decay"),
     (Z2, edit(MODEL, lambda s: s["ds_config"]["optimizer"].update(type="Lion")), "optimizer.type"),
     (Z3, update(M1, "lr_scheduler", last_batch_iteration=7), "LR scheduler step"),
-    ("z1_w3_bf16_elastic", drop(O1, "ds_config", "gradient_clipping"), "gradient_clipping"),
-    (
-        P1,
-        update("*zero_pp_rank_0_mp_rank_01_optim*", "ds_config", train_batch_size=9),
-        "train_batch_size",
-    ),
+    ("z1_w3_bf16_elastic", drop(O1, "ds_config", CLIPPING), CLIPPING),
+    (P1, update("*_0_mp_rank_01_optim*", "ds_config", train_batch_size=9), "train_batch_size"),
 ]
 
 
 def unnamed(state: State) -> None:
     for group in state["optimizer"]["optimizer_state_dict"]["param_groups"]:
         group.pop("name")
-
-
-def lacking_one(state: State) -> None:
-    state["optimizer"]["fp32_groups"][0].pop()
-    state["optimizer"]["optimizer_state_dict"]["param_groups"][0]["params"].pop()
 
 
 def matrix(state: State) -> str:
@@ -321,7 +262,6 @@ EXPERTS = [
     (MOE0, gone(EXPP1), I, "expp_rank_1"),
     (MOE0, both(gone(EXPP1), edit(EXPP0, unnamed)), I, "experts"),
     (MOE0, edit(EXPP1, lambda s: s["optimizer"]["fp32_groups"][1].clear()), D, "group 1"),
-    (MOE0, edit(EXPP1, lacking_one), I, "expp_rank"),
     (MOE0, edit(Z0M, lambda s: s["module"].clear()), D, ""),
     ("autoep_z0_w2_ep2", drop(EXPP1, "optimizer"), I, "expp_rank"),
 ]
@@ -349,7 +289,7 @@ def exchanged(record: Any) -> None:
     ranks[0], ranks[1] = ranks[1], ranks[0]
 
 
-UNSUPPORTED = "autotp_unsupported_parameter_patterns"
+UNSUPPORTED, M_TP1 = "autotp_unsupported_parameter_patterns", "mp_rank_01_model*"
 BIAS = r"^model\.layers\.1\.mlp\.up_proj\.bias$"
 TENSOR = [
     (T2, gone("*mp_rank_01*"), I, "mp_rank_01"),
@@ -364,13 +304,8 @@ TENSOR = [
     (T2, split(lambda r: entry(r)["ranks"].pop(1)), D, "q_proj"),
     (T2, lists(lambda r: r[ROW].append(BIAS)), D, "dimension 1"),
     (T2, split(exchanged, "mp_rank_01*"), D, "mp_rank_0"),
-    (
-        T2,
-        both(update("mp_rank_01_model*", dp_world_size=1), gone("*rank_1_mp_rank_01_o*")),
-        D,
-        "size",
-    ),
-    (T2, update("mp_rank_01_model*", global_steps=3), D, "global step"),
+    (T2, both(update(M_TP1, dp_world_size=1), gone("*rank_1_mp_rank_01_o*")), D, "size"),
+    (T2, update(M_TP1, global_steps=3), D, "global step"),
 ]
 
 
@@ -383,27 +318,17 @@ PIPELINE = [
     (P1, gone("layer_02-*"), I, "layer_02-model_states.pt"),
     (P1, gone("layer_*"), I, "layer"),
     (P1, gone("*mp_rank_01_*"), I, "stage"),
-    (P0, gone("layer_06-*"), U, "lack"),
-    *((P0T, gone(f"layer_0{n}-*"), U, "lack") for n in (0, 1, 2, 4, 5)),
+    (P0, gone("layer_06-*"), I, "lack"),
+    *((P0T, gone(f"layer_0{n}-*"), I, "lack") for n in (0, 1, 2, 4, 5)),
     *((P16, gone(f"layer_0{n}-*"), I, "lack") for n in (0, 1, 6)),
-    *((name, edit("layer_01-*", wider), D, "lack") for name in (P0, P0T)),
-    (P0T, edit("mp_rank_*", lambda s: s["optimizer"]["state"].clear()), U, "lack"),
+    *((name, edit("layer_01-*", wider), I, "lack") for name in (P0, P0T)),
+    (P0T, edit("mp_rank_*", lambda s: s["optimizer"]["state"].clear()), I, "lack"),
     (P1, moved("layer_01-*", "layer_01", "layer_04"), D, "renamed"),
     (P1, edit("layer_01-*", lambda s: (s.clear(), s.update(other=torch.ones(9)))), D, "layer_01"),
     (P1, edit("layer_00-*", lambda s: s.update(bias=torch.ones(2))), U, "tied"),
     (GRID, drop("mp_rank*model*", INFO), U, "split"),
     (GRID, gone("layer_02-model_01*"), I, "layer_02-model_01-model_states.pt"),
 ]
-
-
-def masters(*groups: Any) -> Callable[[State], object]:
-    def change(state: State) -> None:
-        optimizer = state["optimizer"]
-        optimizer["fp32_groups"] = [[*group] for group in groups]
-        settings = optimizer["optimizer_state_dict"]["param_groups"]
-        settings[:] = [{**settings[0], "params": [*range(len(group))]} for group in groups]
-
-    return change
 
 
 SAVED_MASTERS = (
@@ -414,7 +339,7 @@ SAVED_MASTERS = (
 
 
 def unmastered(config: dict[str, object]) -> Callable[[State], None]:
-    """A run as DeepSpeed 0.17 saves it, whose master weights are in files of their own."""
+    """A run of DeepSpeed 0.17 that has its master weights in separate files."""
 
     def change(state: State) -> None:
         shapes = {name: tensor.shape for name, tensor in state["module"].items()}
@@ -426,8 +351,6 @@ def unmastered(config: dict[str, object]) -> Callable[[State], None]:
 
 
 ZERO0 = [
-    (Z0, edit(MODEL, masters([torch.ones(5)])), D, "match"),
-    (Z0, edit(MODEL, masters([torch.ones(4, dtype=torch.int32)])), D, "group"),
     (Z0, edit(MODEL, lambda s: s["optimizer"]["fp32_groups"][0].pop()), D, "group"),
     *((Z0, edit(MODEL, unmastered(one)), I, "optim") for one in SAVED_MASTERS),
 ]
@@ -435,11 +358,6 @@ ZERO0 = [
 
 def resave(pattern: str, change: Callable[[Any], object]) -> Damage:
     return lambda root: [torch.save(change(torch.load(p)), p) for p in files(root, pattern)]
-
-
-def linked(root: Path) -> None:
-    (folder,) = root.glob(f"global_step*/{NORM}")
-    folder.symlink_to(folder.rename(root / "elsewhere"))
 
 
 def stray(root: Path) -> None:
@@ -460,9 +378,7 @@ UNIVERSAL = [
     (U3, gone(f"{NORM}/fp32.pt"), D, "model.norm.weight"),
     (U3, gone(f"{NORM}/*"), D, "model.norm.weight"),
     (U3, stray, D, "stray"),
-    (U3, linked, X, "link"),
     (U3, resave(f"{NORM}/fp32.pt", lambda flat: flat[:-1].clone()), D, "model.norm.weight"),
-    (U3, resave(f"{NORM}/fp32.pt", lambda flat: flat.int()), D, "int32"),
     (U3, gone("zero_pp_rank_1*model*"), I, "1 of 2"),
     (U3, gone("zero_pp_rank_0*model*"), I, "rank 0"),
     (U2, gone("*.pt"), I, "rank 0"),
@@ -470,72 +386,39 @@ UNIVERSAL = [
     (U2, param(lambda t: t.T.contiguous()), D, "inner.weight"),
     (U2, param(torch.Tensor.half), D, "float16"),
     (U2, edit("mp_rank*", round_robin), U, "round_robin"),
-    (
-        U2,
-        both(param(lambda t: t.bfloat16().float()), gone(INNER.format("exp_avg"))),
-        U,
-        "inner.weight",
-    ),
+    (U2, both(param(lambda t: t.bfloat16().float()), gone(INNER.format("exp_avg"))), U, "inner"),
 ]
-
-
 MIXED_ROWS = [(case, damage, D, word) for case, damage, word in MIXED]
+LISTS = (RANKS, GROUPS, FROZEN, MIXED_ROWS, EXPERTS, TENSOR, PIPELINE, ZERO0, UNIVERSAL)
 CASES = [
-    pytest.param(*row, id=f"{number}-{row[0]}")
-    for rows in (
-        RANKS,
-        STATES,
-        GROUPS,
-        FROZEN,
-        MIXED_ROWS,
-        EXPERTS,
-        TENSOR,
-        PIPELINE,
-        ZERO0,
-        UNIVERSAL,
-    )
-    for number, row in enumerate(rows)
+    pytest.param(*row, id=f"{number}-{row[0]}") for rows in LISTS for number, row in enumerate(rows)
 ]
+
+
+def plan(root: Path, *allowed: FindingKind) -> zexport.ExportPlan:
+    options = ExportOptions(layout=NameLayout.MEMORY, allow=frozenset(allowed))
+    return zexport.plan_export(zexport.open_checkpoint(root), root.parent / "out", options)
 
 
 @pytest.mark.parametrize(("case", "damage", "kind", "word"), CASES)
-def test_a_damaged_checkpoint_is_refused(
+def test_damaged_checkpoint_is_rejected(
     case: str, damage: Damage, kind: type[ZexportError], word: str, tmp_path: Path
 ) -> None:
     root = copied(case, tmp_path)
     damage(root)
     with pytest.raises(kind) as caught:
-        raise_problems(zexport.open_checkpoint(root))
+        plan(root)
     assert word in str(caught.value)
     assert str(root) in str(caught.value)
 
 
 @pytest.mark.parametrize(("case", "damage", "word"), MIXED)
-def test_files_of_two_runs_are_accepted_on_request(
+def test_files_of_two_runs_can_be_accepted(
     case: str, damage: Damage, word: str, tmp_path: Path
 ) -> None:
     root = copied(case, tmp_path)
     damage(root)
     kind = FindingKind.MIXED_SETTINGS
-    found = raise_problems(zexport.open_checkpoint(root), frozenset({kind}))
+    found = plan(root, kind).findings
     assert {(one.kind, one.accepted) for one in found} == {(kind, True)}
     assert any(word in one.detail for one in found)
-
-
-NVME = {"nvme_path": "/nvme1"}
-SAME_SETTINGS = [
-    (Z2, update(O1, "ds_config", wandb={"enabled": False})),
-    (Z3, update(O1, "ds_config", "zero_optimization", offload_optimizer=NVME)),
-    (Z3, update(M1, "lr_scheduler", best=0.3)),
-    (Z3, update(M1, local_rank=1, seen=[3])),
-    (Z2, edit(O1, lambda s: of_parameters(s).pop("param_groups"))),
-]
-
-
-@pytest.mark.parametrize(("case", "damage"), SAME_SETTINGS)
-def test_values_that_rightly_differ_between_ranks_are_accepted(
-    case: str, damage: Damage, tmp_path: Path
-) -> None:
-    root = copied(case, tmp_path)
-    damage(root)
-    assert zexport.open_checkpoint(root).problems == ()

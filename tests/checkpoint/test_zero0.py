@@ -1,17 +1,16 @@
-"""ZeRO-0: fp32 master weights without names find their weights by order, shape and values."""
+"""ZeRO-0: unnamed fp32 master weights are matched by order, shape and values."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
 import zexport
+from tests.support.checkpoints import deepspeed_names, fragment_address
 from tests.support.real_cases import facts, facts_of
 from zexport import DamagedCheckpointError, FindingKind, Role, TrainingState
 from zexport.checkpoint.state import raise_problems
@@ -30,29 +29,24 @@ def save(
             sizes = [1 if key.endswith("flat") else len(group) for group in optimizer[key]]
             groups = [{"params": [next(numbers) for _ in range(size)]} for size in sizes]
             optimizer |= {"optimizer_state_dict": {"state": {}, "param_groups": groups}}
-    state = {
-        "module": module,
-        "buffer_names": list(buffers),
-        "optimizer": optimizer,
-        "param_shapes": None,
-        "frozen_param_shapes": None,
-        "shared_params": None,
-        "frozen_param_fragments": None,
-        "dp_world_size": 2,
-    }
-    torch.save(state, folder / "mp_rank_00_model_states.pt")
+    keys = ("param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments")
+    state = dict[str, object](dict.fromkeys(keys))
+    state |= {"module": module, "optimizer": optimizer, "buffer_names": list(buffers)}
+    state["dp_world_size"] = 2
+    with deepspeed_names():
+        torch.save(state, folder / "mp_rank_00_model_states.pt")
     found = zexport.open_checkpoint(folder)
     raise_problems(found, frozenset({FindingKind.CAST_MISMATCH}))
     return found
 
 
-def masters(*shapes: tuple[int, ...], seed: int = 0) -> list[torch.Tensor]:
+def weights_fp32(*shapes: tuple[int, ...], seed: int = 0) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
 def differing(taken: TrainingState) -> list[tuple[str, int]]:
-    """The weights that are not their masters, rounded, and the first element that is not."""
+    """Weights that differ from their rounded master weights, with the first such element."""
     casts = [one for one in taken.replicas if isinstance(one, CastReplica)]
     with SourceReader(taken.torch_files) as reader, pytest.MonkeyPatch.context() as patch:
         patch.setattr("zexport.ranges.compare._BATCH_NUMEL", 7)
@@ -69,17 +63,17 @@ BF16 = torch.bfloat16
         ({"a": torch.ones(4, dtype=BF16)}, {"fp32_groups": [[torch.ones(5)]]}),
         ({"a": torch.ones(9, dtype=BF16)[:4]}, {"fp32_groups_flat": [torch.ones(9)]}),
         (
-            {"a": masters((5, 3))[0].to(BF16), "frozen": torch.ones(5, 3, dtype=BF16)},
-            {"fp32_groups": [masters((5, 3), seed=1)]},
+            {"a": weights_fp32((5, 3))[0].to(BF16), "frozen": torch.ones(5, 3, dtype=BF16)},
+            {"fp32_groups": [weights_fp32((5, 3), seed=1)]},
         ),
         (
             {n: torch.ones(s, dtype=BF16) for n, s in (("a", (5, 3)), ("b", (5, 3)), ("c", (4,)))},
-            {"fp32_groups": [masters((5, 3), (4,)), masters((4,))]},
+            {"fp32_groups": [weights_fp32((5, 3), (4,)), weights_fp32((4,))]},
         ),
     ],
     ids=["shape", "hole", "another step", "claimed twice"],
 )
-def test_masters_that_fit_no_weight_are_refused(
+def test_master_weights_that_fit_no_weight_are_rejected(
     module: Tensors, optimizer: object, tmp_path: Path
 ) -> None:
     found = save(tmp_path, module, optimizer)
@@ -88,9 +82,9 @@ def test_masters_that_fit_no_weight_are_refused(
         raise_problems(found)
 
 
-def test_layers_of_the_same_shapes_are_told_apart_by_their_values(tmp_path: Path) -> None:
+def test_layers_of_equal_shapes_are_matched_by_values(tmp_path: Path) -> None:
     names = [f"{layer}.{part}" for layer in range(4) for part in ("w", "b")]
-    trained = dict(zip(names, masters(*[(5, 3), (3,)] * 4), strict=True))
+    trained = dict(zip(names, weights_fp32(*[(5, 3), (3,)] * 4), strict=True))
     module = {name: value.bfloat16() for name, value in trained.items()}
     by_layer = [[trained["2.w"], trained["2.b"]], [trained["0.w"], trained["0.b"]]]
     taken = save(tmp_path, module, {"fp32_groups": by_layer})
@@ -101,10 +95,10 @@ def test_layers_of_the_same_shapes_are_told_apart_by_their_values(tmp_path: Path
     assert differing(taken) == []
 
 
-def test_weights_that_are_alike_after_rounding_keep_the_modules_values_and_are_named(
+def test_weights_with_equal_rounded_values_keep_module_values_with_a_warning(
     tmp_path: Path,
 ) -> None:
-    (known,) = masters((5, 3))
+    (known,) = weights_fp32((5, 3))
     alike = {name: torch.ones(4, dtype=torch.bfloat16) for name in ("a", "b")}
     module = {**alike, "known": known.bfloat16()}
     taken = save(tmp_path, module, {"fp32_groups": [[torch.full((4,), 1.0001), known]]})
@@ -115,51 +109,22 @@ def test_weights_that_are_alike_after_rounding_keep_the_modules_values_and_are_n
     assert differing(taken) == []
 
 
-def test_a_master_of_no_weight_leaves_the_others_to_be_known_by_their_values(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("factor", "source", "names"), [(2, 2, ": third"), (1, 0, ": first, third")]
+)
+def test_changed_or_copied_weight_contradicts_its_master_weights(
+    factor: int, source: int, names: str, tmp_path: Path
 ) -> None:
-    first, second, third = masters((5, 3), (4,), (5, 3))
-    trained = {"first": first, "second": second, "third": third}
-    module = {name: value.bfloat16() for name, value in trained.items()}
-    groups = [[third, torch.ones(9), second]]
-    taken = save(tmp_path, module, {"fp32_groups": groups})
-    assert facts_of(taken) == facts({**trained, "first": module["first"]})
-    assert taken.warnings[0].endswith(": first")
-    assert differing(taken) == []
-
-
-def test_a_master_and_a_weight_that_are_like_nothing_contradict_each_other(tmp_path: Path) -> None:
-    first, second, third = masters((5, 3), (4,), (5, 3))
-    module = {"first": first.bfloat16(), "second": second.bfloat16(), "third": third.bfloat16() * 2}
-    taken = save(tmp_path, module, {"fp32_groups": [[second, third, first]]})
-    (problem,) = taken.problems
+    own = weights_fp32((5, 3), (4,), (5, 3))
+    first, second, third = (value.bfloat16() for value in (own[0], own[1], own[source] * factor))
+    module = {"first": first, "second": second, "third": third}
+    (problem,) = save(tmp_path, module, {"fp32_groups": [[own[1], own[2], own[0]]]}).problems
     assert problem.finding is FindingKind.CAST_MISMATCH
-    assert str(problem.found).endswith(": third")
+    assert str(problem.found).endswith(names)
 
 
-def test_a_weight_that_turned_into_the_like_of_another_contradicts_its_master(
-    tmp_path: Path,
-) -> None:
-    first, second, third = masters((5, 3), (4,), (5, 3))
-    module = {"first": first.bfloat16(), "second": second.bfloat16(), "third": first.bfloat16()}
-    taken = save(tmp_path, module, {"fp32_groups": [[second, third, first]]})
-    (problem,) = taken.problems
-    assert str(problem.found).endswith(": first, third")
-
-
-def test_masters_in_another_order_that_all_find_their_weights_leave_frozen_ones(
-    tmp_path: Path,
-) -> None:
-    first, second, frozen = masters((5, 3), (4,), (7,))
-    module = {"first": first.bfloat16(), "second": second.bfloat16(), "frozen": frozen.bfloat16()}
-    taken = save(tmp_path, module, {"fp32_groups": [[second, first]]})
-    assert facts_of(taken) == facts({**module, "first": first, "second": second})
-    assert [tensor.name for tensor in taken.tensors if tensor.role is Role.FROZEN] == ["frozen"]
-    assert taken.problems == ()
-
-
-def test_masters_that_round_to_other_values_are_found(tmp_path: Path) -> None:
-    one, other = masters((40, 3), (40, 3))
+def test_module_weights_that_differ_from_rounded_master_weights_are_found(tmp_path: Path) -> None:
+    one, other = weights_fp32((40, 3), (40, 3))
     own = torch.tensor([float("nan"), float("inf"), -float("inf"), 1e30, -0.0])
     changed, nan = one.half(), own.half()
     changed.view(-1)[113] += 1
@@ -176,8 +141,8 @@ def test_masters_that_round_to_other_values_are_found(tmp_path: Path) -> None:
         assert differing(save(folder, found, {"fp32_groups": [groups]})) == expected
 
 
-def test_a_fused_optimizers_flat_groups_are_cut_as_the_modules_weights_are(tmp_path: Path) -> None:
-    flats = masters((22,), (22,))
+def test_fused_optimizer_is_split_by_the_views_of_module_weights(tmp_path: Path) -> None:
+    flats = weights_fp32((22,), (22,))
     module: Tensors = {"frozen": torch.ones(22, dtype=torch.bfloat16)}
     for group, flat in enumerate(flats):
         low = flat.bfloat16()
@@ -194,44 +159,22 @@ def test_a_fused_optimizers_flat_groups_are_cut_as_the_modules_weights_are(tmp_p
     assert differing(taken) == []
 
 
-class fragment_address:  # noqa: N801 - DeepSpeed's name
-    """Stands for DeepSpeed's class of this name while pickle looks for it."""
-
-    def __init__(self, start: int, numel: int) -> None:
-        self.start, self.numel = start, numel
-
-
 def bf16_optimizer(flat: torch.Tensor, places: dict[str, tuple[int, int]]) -> dict[str, object]:
     mapping = {name: fragment_address(*place) for name, place in places.items()}
-    return {
-        "single_partition_of_fp32_groups": [flat],
-        "param_slice_mappings": [mapping],
-        "partition_count": [1],
-    }
+    groups = {"single_partition_of_fp32_groups": [flat], "param_slice_mappings": [mapping]}
+    return {**groups, "partition_count": [1]}
 
 
-@pytest.fixture
-def named_as_deepspeeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    home = ModuleType("deepspeed.utils.tensor_fragment")
-    home.fragment_address = fragment_address  # type: ignore[attr-defined]
-    for name in ("deepspeed", "deepspeed.utils"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, home.__name__, home)
-    monkeypatch.setattr(fragment_address, "__module__", home.__name__)
-
-
-@pytest.mark.usefixtures("named_as_deepspeeds")
-def test_masters_that_are_named_are_taken_by_name(tmp_path: Path) -> None:
-    (flat,) = masters((8,))
+def test_named_master_weights_are_matched_by_name(tmp_path: Path) -> None:
+    (flat,) = weights_fp32((8,))
     module = {"w": flat[2:8].view(2, 3).bfloat16(), "b": flat[:2].bfloat16()}
     taken = save(tmp_path, module, bf16_optimizer(flat, {"b": (0, 2), "w": (2, 6)}))
     assert facts_of(taken) == facts({"w": flat[2:8].view(2, 3), "b": flat[:2]})
     assert differing(taken) == []
 
 
-@pytest.mark.usefixtures("named_as_deepspeeds")
 @pytest.mark.parametrize("places", [{"w": (0, 4)}, {"w": (4, 6)}, {"other": (0, 4)}])
-def test_named_masters_that_contradict_the_module_are_refused(
+def test_named_master_weights_that_contradict_the_module_are_rejected(
     tmp_path: Path, places: dict[str, tuple[int, int]]
 ) -> None:
     module = {"w": torch.ones(2, 3, dtype=torch.bfloat16)}
@@ -239,16 +182,13 @@ def test_named_masters_that_contradict_the_module_are_refused(
         save(tmp_path, module, bf16_optimizer(torch.ones(8), places))
 
 
-def test_without_masters_the_modules_values_are_taken_and_said_so(tmp_path: Path) -> None:
-    module = {
-        "a": torch.ones(4, dtype=torch.bfloat16),
-        "none": torch.ones(0, 3),
-        "count": torch.tensor(2**40 + 1),
-    }
+def test_without_master_weights_module_values_are_used_with_a_warning(tmp_path: Path) -> None:
+    count, none = torch.tensor(2**40 + 1), torch.ones(0, 3)
+    module = {"a": torch.ones(4, dtype=torch.bfloat16), "none": none, "count": count}
     taken = save(tmp_path, module, {"state": {}, "param_groups": []}, buffers=["count", "lost"])
     assert facts_of(taken) == facts(module)
     assert taken.left_out == ("lost",)
     assert taken.replicas == ()
-    assert "no fp32 master weights" in taken.warnings[0]
+    assert "fp32 master weights are missing" in taken.warnings[0]
     roles = {tensor.name: tensor.role for tensor in taken.tensors}
     assert roles == {"a": Role.TRAINABLE, "none": Role.TRAINABLE, "count": Role.BUFFER}

@@ -1,4 +1,4 @@
-"""The model card has metadata that the Hub accepts, and contains nothing of one machine."""
+"""The model card has metadata that the Hub accepts, and no local paths."""
 
 from __future__ import annotations
 
@@ -30,11 +30,10 @@ def card(root: Path, *words: object, **config: Any) -> ModelCard:
     [
         ("LlamaForCausalLM", "text-generation"),
         ("LlamaForSequenceClassification", "text-classification"),
-        ("BertForMaskedLM", "fill-mask"),
         ("LlavaForConditionalGeneration", None),
     ],
 )
-def test_task_is_the_one_of_the_class(architecture: str, task: str | None, zero2: Path) -> None:
+def test_task_is_that_of_the_class(architecture: str, task: str | None, zero2: Path) -> None:
     data = card(zero2, architectures=[architecture]).data
     assert (data.pipeline_tag, data.library_name) == (task, "transformers")
 
@@ -45,37 +44,20 @@ def test_card_names_checkpoint_step_and_versions(zero2: Path) -> None:
         assert fact in text
 
 
-@pytest.mark.parametrize(
-    ("name", "is_known"),
-    [
-        ("Qwen/Qwen2.5-0.5B", True),
-        ("gpt2", False),
-        ("/data/models/llama", False),
-        ("a/b\nlicense: mit", False),
-    ],
-)
-def test_base_model_is_named_if_the_name_is_one_of_the_hub(
-    name: str, is_known: bool, zero2: Path
-) -> None:
+@pytest.mark.parametrize("name", ["Qwen/Qwen2.5-0.5B", "/data/models/llama", "a/b\nlicense: mit"])
+def test_base_model_must_be_a_hub_id(name: str, zero2: Path) -> None:
     data = card(zero2, _name_or_path=name).data
-    assert (data.base_model, data.license) == (name if is_known else None, None)
-
-
-def test_base_in_the_hub_cache_is_named_as_on_the_hub(zero2: Path, tmp_path: Path) -> None:
-    base = tmp_path / "hub" / "models--Qwen--Qwen2.5-0.5B" / "snapshots" / "abc"
-    base.mkdir(parents=True)
-    data = card(zero2, "--base", base).data
-    assert data.base_model == "Qwen/Qwen2.5-0.5B"
+    assert (data.base_model, data.license) == (name if "Qwen" in name else None, None)
 
 
 @pytest.mark.parametrize("written", ["org/name", '"org/name"', "\n- org/name"])
-@pytest.mark.parametrize("license_name", ["llama3", "3.1", "2026-11-22", "no", "ä"])
-def test_license_and_base_model_are_those_of_the_card_of_the_base(
+@pytest.mark.parametrize("license_name", ["llama3", "3.1", "no", "ä"])
+def test_license_and_base_model_are_those_of_the_base_card(
     written: str, license_name: str, zero2: Path, tmp_path: Path
 ) -> None:
     (base := tmp_path / "base").mkdir()
-    told = f"license: other\nlicense_name: {license_name}\nlicense_link: LICENSE"
-    (base / "README.md").write_text(f"---\n{told}\nbase_model: {written}\n---\nx")
+    own = f"license: other\nlicense_name: {license_name}\nlicense_link: LICENSE"
+    (base / "README.md").write_text(f"---\n{own}\nbase_model: {written}\n---\nx")
     data = card(zero2, "--base", base).data
     assert (data.base_model, data.license, data.license_link) == ("org/name", "other", "LICENSE")
     assert data.license_name == license_name
@@ -85,8 +67,3 @@ def test_tag_cannot_write_into_the_card(tmp_path: Path) -> None:
     root = save(small_model(), Run(), tmp_path / "ckpt", tag="a`<b>[c](d)")
     text = str(card(root))
     assert not re.search(r"<b>|\[c\]|a`", text)
-
-
-def test_card_of_the_checkpoint_is_kept(zero2: Path) -> None:
-    (zero2 / "README.md").write_text("---\nlicense: mit\n---\nmine")
-    assert card(zero2).text.strip() == "mine"

@@ -1,4 +1,4 @@
-"""transformers is asked for names in a process of its own, and its answers are cached."""
+"""transformers is asked for names in a subprocess, and its answers are cached."""
 
 from __future__ import annotations
 
@@ -15,17 +15,6 @@ from tests.support.exports import edit_json, export, manifest_of, read_json, ref
 from tests.support.hf_models import tiny_config, tiny_model, write_run
 
 pytestmark = pytest.mark.slow
-
-SPEAKING = """
-import os, transformers
-os.write(1, b'{}\\n' * 3)
-init = transformers.LlamaForCausalLM.__init__
-def speaking_init(self, config):
-    os.write(1, b'{}\\n' * 3)
-    print('{}', flush=True)
-    init(self, config)
-transformers.LlamaForCausalLM.__init__ = speaking_init
-"""
 
 
 @pytest.fixture
@@ -46,24 +35,16 @@ def put_module(folder: Path, name: str, text: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *sys.path]))
 
 
-def test_libraries_that_print_do_not_disturb(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    put_module(tmp_path / "modules", "sitecustomize", SPEAKING, monkeypatch)
-    assert export(root, tmp_path / "out")["loadable"]
-
-
 @pytest.mark.parametrize(
     ("name", "text"),
     [("transformers", "raise ImportError('spoilt')"), ("torch", "raise OSError('no libc10')")],
 )
-def test_cached_answer_is_used_and_nothing_is_guessed_without_one(
+def test_names_are_cached_and_never_guessed(
     name: str, text: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put_module(tmp_path / "modules", name, text, monkeypatch)
     refused(root, tmp_path / "out", kind="missing_extra", word=text.split("'")[1])
     with monkeypatch.context() as usual:
-        usual.delenv("PYTHONPATH")
         usual.setenv("PYTHONPATH", os.pathsep.join(sys.path))
         export(root, tmp_path / "first")
     export(root, tmp_path / "out")
@@ -74,12 +55,11 @@ def test_cached_answer_is_used_and_nothing_is_guessed_without_one(
 @pytest.mark.parametrize(
     "spoil",
     [
-        lambda path: path.write_bytes(b""),
         lambda path: path.write_bytes(path.read_bytes()[:-1]),
         lambda path: path.write_text('{"candidates": [{}]}'),
         lambda path: (path.unlink(), os.mkfifo(path)),
     ],
-    ids=["empty", "cut", "another", "pipe"],
+    ids=["truncated", "another", "pipe"],
 )
 def test_damaged_cache_is_replaced(
     spoil: Callable[[Path], object], root: Path, tmp_path: Path
@@ -94,37 +74,18 @@ def test_damaged_cache_is_replaced(
     assert [path.read_bytes() for path in files] == before
 
 
-def test_cache_that_cannot_be_written_is_warned_of_once(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "file").touch()
-    nobody = tmp_path / "nobody"
-    for home, cache in ((nobody, ""), (tmp_path, str(tmp_path / "file" / "cache"))):
-        monkeypatch.setenv("HOME", str(home))
-        monkeypatch.setenv("XDG_CACHE_HOME", cache)
-        caplog.clear()
-        export(root, tmp_path / "out", "--overwrite")
-        assert sum("XDG_CACHE_HOME" in one.getMessage() for one in caplog.records) == 1
-        assert not nobody.exists()
-
-
 @pytest.mark.parametrize(
     "change",
     [
-        {"model_type": "no_such_model"},
         {"architectures": ["OwnForCausalLM"]},
         {"hidden_size": "x"},
         {"vocab_size": 10**30},
         {"architectures": [5]},
-        {
-            "model_type": "mixtral",
-            "architectures": ["MixtralForCausalLM"],
-            "num_local_experts": 10**9,
-        },
+        {"num_hidden_layers": 10**9},
     ],
     ids=str,
 )
-def test_config_that_makes_no_model_ends_in_a_sentence_and_runs_no_code(
+def test_impossible_config_causes_a_warning_and_runs_no_code(
     change: dict[str, Any], root: Path, tmp_path: Path
 ) -> None:
     own = "import pathlib\npathlib.Path(__file__).with_name('PWNED').touch()\n"
@@ -145,7 +106,7 @@ def test_config_does_not_choose_kernels(root: Path, tmp_path: Path) -> None:
 
 
 def test_infinite_limit_is_read_as_transformers_wrote_it(tmp_path: Path) -> None:
-    """transformers 5 tags it, and 4 wrote a word that is no JSON."""
+    """transformers 5 writes a tag, 4 wrote a word that is not JSON."""
     sizes = {"hidden_size": 8, "num_heads": 4, "head_dim": 4, "n_groups": 1, "state_size": 4}
     config = Mamba2Config(**sizes, vocab_size=11, num_hidden_layers=1)
     root = checkpoint(tmp_path / "run", "Mamba2ForCausalLM", config)

@@ -1,1 +1,1 @@
-"""A ZeRO checkpoint: found, read, held against itself, and laid out as whole tensors."""
+"""Find, read and join a checkpoint into a TrainingState."""

@@ -5,12 +5,12 @@ TP slices, experts, DTensors and DCP chunks are all boxes of a part that are box
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 
 from msgspec import Struct
 
-from zexport.checkpoint.state import MASTER, MODULE, Cell, Copy, Held, Parameter, Role, bound
+from zexport.checkpoint.state import MASTER, MODULE, Cell, Copy, Parameter, Role, bound
 from zexport.errors import IncompleteCheckpointError, LayoutError
 from zexport.formats.pickle_values import TensorRef
 from zexport.formats.torch_file import TorchFile
@@ -19,57 +19,37 @@ from zexport.ranges.dtypes import DType, Shape
 from zexport.ranges.source import ByteSource, Chain, Mosaic, Tile, Window, check_cover, row_major
 
 
-class InFiles(Struct, frozen=True):
-    """Slots that files store whole."""
+class InFile(Struct, frozen=True):
+    """A slot that a file stores whole."""
 
-    places: Mapping[str, tuple[TorchFile, TensorRef]]
+    file: TorchFile
+    ref: TensorRef
 
     @property
-    def slots(self) -> Mapping[str, DType]:
-        return {slot: ref.dtype for slot, (_, ref) in self.places.items()}
+    def dtype(self) -> DType:
+        return self.ref.dtype
 
-    def bind(self, slot: str) -> ByteSource:
-        file, ref = self.places[slot]
-        return file.source(ref)
+    def bind(self) -> ByteSource:
+        return self.file.source(self.ref)
 
 
 def in_file(
     file: TorchFile, name: str, ref: TensorRef, role: Role, slot: str = MODULE
 ) -> Parameter:
     """Return a parameter with one slot, which a file stores whole."""
-    return Parameter(name, ref.shape, role, (InFiles({slot: (file, ref)}),))
+    return Parameter(name, ref.shape, role, {slot: InFile(file, ref)})
 
 
-class As(Struct, frozen=True):
-    """The only slot of another ``Held``, under another name and, without elements, dtype."""
+class Bound(Struct, frozen=True):
+    """A slot that is bound already, or ``None`` if rank files with parts of it are missing."""
 
-    slot: str
-    held: Held
-    dtype: DType | None = None
-
-    @property
-    def slots(self) -> Mapping[str, DType]:
-        return {self.slot: self.dtype or next(iter(self.held.slots.values()))}
-
-    def bind(self, slot: str) -> ByteSource:  # noqa: ARG002
-        return self.held.bind(next(iter(self.held.slots)))
-
-
-class Sources(Struct, frozen=True):
-    """One slot that is bound already, or ``None`` if rank files with parts of it are missing."""
-
-    slot: str
     dtype: DType
     source: ByteSource | None
 
-    @property
-    def slots(self) -> Mapping[str, DType]:
-        return {self.slot: self.dtype}
-
-    def bind(self, slot: str) -> ByteSource:
+    def bind(self) -> ByteSource:
         if self.source is None:
             raise IncompleteCheckpointError(
-                f"rank files with partitions of a weight are missing ({slot})",
+                "rank files with partitions of a weight are missing",
                 hint="Copy them from the nodes that wrote them",
             )
         return self.source
@@ -84,44 +64,35 @@ class Piece(Struct, frozen=True):
     shape: Shape
 
 
-def rows(part: Parameter, start: int) -> Piece:
-    """Return a part as rows ``start``, ... of the whole."""
-    zero = (0,) * len(part.shape)
-    return Piece(part, (start, *zero[1:]), zero, part.shape)
-
-
 class Boxes(Struct, frozen=True):
-    """A tensor covered exactly by boxes; it has the slots that all parts have."""
+    """A slot of a tensor that is covered exactly by boxes."""
 
     shape: Shape
     pieces: tuple[Piece, ...]
-    slots: Mapping[str, DType]
+    slot: str
+    dtype: DType
 
-    def bind(self, slot: str) -> ByteSource:
-        size = self.slots[slot].itemsize
-        pieces = sorted(self.pieces, key=lambda piece: piece.start)
-        tiles = []
-        for piece in pieces:
-            stride = row_major(piece.part.shape)
+    def bind(self) -> ByteSource:
+        size, tiles, are_rows = self.dtype.itemsize, list[Tile](), True
+        for piece in sorted(self.pieces, key=lambda piece: piece.start):
+            source, stride = piece.part.source(self.slot), row_major(piece.part.shape)
             offset = sum(i * step for i, step in zip(piece.origin, stride, strict=True))
-            tiles.append(Tile(piece.start, piece.shape, piece.part.source(slot), offset, stride))
-        if any(
-            piece.shape[1:] != self.shape[1:] or piece.shape[1:] != piece.part.shape[1:]
-            for piece in pieces
-        ):
+            tiles.append(Tile(piece.start, piece.shape, source, offset, stride))
+            are_rows &= piece.shape[1:] == self.shape[1:] == piece.part.shape[1:]
+        if not are_rows:
             return Mosaic(self.shape, size, tuple(tiles))
+        nbytes = [prod(tile.shape) * size for tile in tiles]
         return chained(
             [
-                tile.source
-                if piece.shape == piece.part.shape
-                else Window(tile.source, tile.offset * size, prod(piece.shape) * size)
-                for piece, tile in zip(pieces, tiles, strict=True)
+                one.source
+                if own == one.source.nbytes
+                else Window(one.source, one.offset * size, own)
+                for one, own in zip(tiles, nbytes, strict=True)
             ]
         )
 
 
 def chained(sources: Sequence[ByteSource]) -> ByteSource:
-    """Return several sources end to end."""
     return sources[0] if len(sources) == 1 else Chain(tuple(sources))
 
 
@@ -145,16 +116,19 @@ def join_boxes(
     check_cover(repr(name), shape, kept)
     if not kept:
         raise LayoutError(f"no file has a part of {name!r}", 0, "at least 1")
-    only = next(iter(kept.values())) if len(kept) == 1 else None
-    if only is not None and only.part.shape == shape:
-        return Parameter(name, shape, role, only.part.held), copies
-    of_parts = [piece.part.slots for piece in kept.values()]
-    slots = {slot: dtype for slot, dtype in of_parts[0].items() if all(slot in o for o in of_parts)}
+    boxes = tuple(kept.values())
+    if len(boxes) == 1 and boxes[0].part.shape == shape:
+        return Parameter(name, shape, role, boxes[0].part.stored), copies
+    slots, *others = (piece.part.slots for piece in boxes)
+    stored = {}
     for slot, dtype in slots.items():
-        if other := next((one[slot] for one in of_parts if one[slot] is not dtype), None):
+        if not all(slot in one for one in others):
+            continue
+        if other := next((one[slot] for one in others if one[slot] is not dtype), None):
             found, expected = f"{other.torch_name} ({slot})", dtype.torch_name
             raise LayoutError(f"parts of {name!r} have different dtypes", found, expected)
-    return Parameter(name, shape, role, (Boxes(shape, tuple(kept.values()), slots),)), copies
+        stored[slot] = Boxes(shape, boxes, slot, dtype)
+    return Parameter(name, shape, role, stored), copies
 
 
 def cut_boxes(whole: Parameter, shape: Shape, pieces: Iterable[Piece]) -> Parameter:
@@ -173,43 +147,39 @@ def cut_boxes(whole: Parameter, shape: Shape, pieces: Iterable[Piece]) -> Parame
     check_cover(f"a part of {whole.name!r}", shape, [(one.start, one.shape) for one in own])
     if len(own) == 1 and own[0].shape == shape == whole.shape:
         return whole
-    return Parameter(whole.name, shape, whole.role, (Boxes(shape, own, whole.slots),))
+    stored = {slot: Boxes(shape, own, slot, dtype) for slot, dtype in whole.slots.items()}
+    return Parameter(whole.name, shape, whole.role, stored)
 
 
 def _cut(piece: Piece) -> Parameter:
-    """Return one box as a tensor."""
     zero = (0,) * len(piece.shape)
     return cut_boxes(piece.part, piece.shape, [Piece(piece.part, piece.origin, zero, piece.shape)])
 
 
 def replicas_of(cell: Cell) -> Iterator[Replica | CastReplica]:
-    """Yield the second copies of values: equal ones, and module weights of master weights.
-
-    Copies of optimizer states are left out; see ``state_replicas``.
-    """
+    """Yield the replicas of weights: equal values, and module weights of master weights."""
     for one in cell.parameters.values():
         yield from _casts(one, one, cell.matched)
     for copy in cell.copies:
         slot = copy.kept.value_slot
-        if copy.other.has(slot):
-            kept, other = bound(copy.kept, slot), bound(copy.other, slot)
-            if kept is not None and other is not None and kept.nbytes:
-                yield Replica(copy.kept.name, kept, other)
+        kept, other = bound(copy.kept, slot), bound(copy.other, slot)
+        if kept is not None and other is not None and kept.nbytes:
+            yield Replica(copy.kept.name, kept, other)
         trained = copy.other if copy.other.has(MASTER) else copy.kept
         yield from _casts(trained, copy.other, cell.matched)
 
 
 def _casts(trained: Parameter, one: Parameter, matched: frozenset[str]) -> Iterator[CastReplica]:
     """Yield the module weights of ``one`` that are rounded master weights of ``trained``."""
-    master = next((held for held in trained.held if MASTER in held.slots), None)
-    module = next((held for held in one.held if MODULE in held.slots), None)
+    master, module = trained.stored.get(MASTER), one.stored.get(MODULE)
     if master is None or trained.role is not Role.TRAINABLE:
         return
-    if isinstance(master, Boxes) and (module is None or module is master):
+    pieces = module.pieces if isinstance(module, Boxes) else None
+    if isinstance(master, Boxes) and (module is None or pieces is master.pieces):
         for part in {id(piece.part): piece.part for piece in master.pieces}.values():
             yield from _casts(part, part, matched)
         return
-    if isinstance(module, Boxes) and module is not master:
+    if isinstance(module, Boxes):
         for piece in module.pieces:
             box = _cut(Piece(trained, piece.start, piece.start, piece.shape))
             yield from _casts(box, piece.part, matched)
@@ -217,7 +187,7 @@ def _casts(trained: Parameter, one: Parameter, matched: frozenset[str]) -> Itera
     if module is None or module is master:
         return
     kept, other = bound(trained, MASTER), bound(one, MODULE)
-    own, dtype = master.slots[MASTER], module.slots[MODULE]
+    own, dtype = master.dtype, module.dtype
     is_rounded = dtype is own or (dtype.is_floating and dtype.itemsize != own.itemsize)
     if kept is not None and other is not None and other.nbytes and is_rounded:
         is_matched = one.name in matched
@@ -228,12 +198,12 @@ def _casts(trained: Parameter, one: Parameter, matched: frozenset[str]) -> Itera
             kept_dtype=own,
             other=other,
             other_dtype=dtype,
-            names_it=is_matched,
+            is_matched_by_value=is_matched,
         )
 
 
 def state_replicas(cells: Iterable[Cell]) -> Iterator[Replica]:
-    """Yield the second copies of optimizer states."""
+    """Yield the replicas of optimizer states."""
     for copy in (copy for cell in cells for copy in cell.copies):
         for slot in copy.kept.slots:
             if copy.other.has(slot) and slot not in (MODULE, copy.kept.value_slot):

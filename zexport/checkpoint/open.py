@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
 
@@ -21,11 +23,16 @@ from zexport.checkpoint.resolve import (
     original_name,
 )
 from zexport.checkpoint.state import TrainingState
-from zexport.checkpoint.trainer_state import run_warnings
-from zexport.errors import UsageError
+from zexport.errors import UsageError, ZexportError
 from zexport.options import checks_arguments
+from zexport.storage.files import is_file
+from zexport.storage.json import JsonObject, read_json_object, tables_in
 from zexport.storage.location import place
 from zexport.storage.os_errors import reading
+
+_STATE = "trainer_state.json"
+_TAG_STEP = re.compile(r"global_step(\d{1,18})(?:_universal)?", re.ASCII)
+_FOLDER_STEP = re.compile(r"checkpoint-(\d{1,18})", re.ASCII)
 
 Checkpoint: TypeAlias = "Path | str | Sequence[Path | str]"
 """A path to a checkpoint, or one for each node that has a part of it."""
@@ -35,7 +42,7 @@ Checkpoint: TypeAlias = "Path | str | Sequence[Path | str]"
 def open_checkpoint(
     path: Checkpoint, *, tag: str | None = None, follow_symlinks: bool = False
 ) -> TrainingState:
-    """Read the metadata of a checkpoint; no tensor data, and no code of it is run.
+    """Return the metadata of a checkpoint, without reading tensors or running code.
 
     Args:
         path: a run folder, the folder with ``latest``, or a tag folder; several if each node has
@@ -44,7 +51,7 @@ def open_checkpoint(
             all have some); by default the tag that ``latest`` names.
         follow_symlinks: also read links that lead out of ``path``.
 
-    What prevents an export is in ``problems`` of the result, not raised.
+    Problems that prevent an export are not raised but in ``problems`` of the result.
 
     Raises:
         CheckpointError: there is no checkpoint, or not this tag.
@@ -54,7 +61,7 @@ def open_checkpoint(
     """
     paths = [*map(place, [path] if isinstance(path, Path | str) else path)]
     if not paths:
-        raise UsageError("no folder was given", hint="Pass the folder of a checkpoint")
+        raise UsageError("no checkpoint folder was passed", hint="Pass the folder of a checkpoint")
     with reading(paths[0], hint="Check its permissions, and that nothing is writing there"):
         if tag != NEWEST:
             found = [locate(one, tag, follow_symlinks=follow_symlinks) for one in paths]
@@ -73,7 +80,7 @@ def open_checkpoint(
 
 
 def open_locations(locations: Sequence[Location]) -> TrainingState:
-    """Read one checkpoint from its tag folder, or from one per node."""
+    """Return the metadata of one checkpoint in a tag folder, or in one per node."""
     tags = sorted({original_name(one.tag) for one in locations})
     if len(tags) > 1:
         raise UsageError(
@@ -84,24 +91,23 @@ def open_locations(locations: Sequence[Location]) -> TrainingState:
         )
     source = next(one for one in SOURCES if one.holds(locations[0].tag_dir))
     state = source.read(locations)
-    return replace(state, warnings=(*run_warnings(state), *state.warnings))
+    return replace(state, warnings=(*_run_warnings(state), *state.warnings))
 
 
 def _newer(opened: TrainingState) -> Iterator[str]:
-    """Name newer checkpoints of the run if the user did not choose the tag."""
     location, step = opened.location, opened.global_steps
     if step is None or location.chosen not in (TagChoice.LATEST, TagChoice.ONLY):
         return
     for one in reversed(list_candidates(location.root, location.boundary)):
         if one.name == location.tag:
             return
-        is_newer = one.step is None or one.step > step
-        if not is_newer or not are_of_one_run((one.name, location.tag)):
+        is_older = one.step is not None and one.step <= step
+        if is_older or not are_of_one_run((one.name, location.tag)):
             continue
         newer = open_locations([location_of(one.tag_dir, TagChoice.NEWEST, location.boundary)])
         if not newer.problems:
             yield (
-                f"{one.name} is newer (step {newer.global_steps:,}) than {location.tag} (step "
+                f"{one.name} (step {newer.global_steps:,}) is newer than {location.tag} (step "
                 f"{step:,}), the tag {location.chosen.value}. Pass --tag {one.name} to use it"
             )
             return
@@ -113,3 +119,42 @@ def _skipped(name: str, other: TrainingState) -> str:
     first, *more = (problem.statement() for problem in other.problems)
     rest = f", and {len(more)} more problems" if more else ""
     return f"{name} ({step}) was skipped: {first}{rest}"
+
+
+def _run_warnings(state: TrainingState) -> Iterator[str]:
+    """Yield warnings if ``trainer_state.json`` or a name is of another step or run.
+
+    Source: transformers 5.23, ``trainer.py`` (``_save_checkpoint``), ``trainer_callback.py``.
+    """
+    location, saved = state.location, _read(state.location)
+    steps = {"rank files": state.global_steps}
+    if found := _TAG_STEP.fullmatch(location.tag):
+        steps["tag name"] = int(found[1])
+    if len(location.tags) == 1 and isinstance(step := saved.get("global_step"), int):
+        steps[_STATE] = step
+        if found := _FOLDER_STEP.fullmatch(location.real_root.name):
+            steps["folder name"] = int(found[1])
+    if state.global_steps is not None and len(set(steps.values())) > 1:
+        listed = ", ".join(f"{step} in {by}" for by, step in steps.items())
+        yield f"{location.name}: steps differ ({listed}). Copy all its files again"
+    for part in state.parts:  # ZeRO-3 files record nothing else of their run
+        ours, theirs = _losses(saved), _losses(_read(part))
+        if differing := [one for one in ours.keys() & theirs.keys() if ours[one] != theirs[one]]:
+            step = min(differing)
+            yield (
+                f"{part.root}: may be from another run, because the loss at step {step} is "
+                f"{theirs[step]} in its {_STATE} and {ours[step]} in {location.root}. "
+                "Pass the folders of one run"
+            )
+
+
+def _losses(saved: JsonObject) -> dict[int, str]:
+    entries = [one for one in tables_in(saved.get("log_history")) if "loss" in one]
+    return {step: str(one["loss"]) for one in entries if isinstance(step := one.get("step"), int)}
+
+
+def _read(location: Location) -> JsonObject:
+    path = location.root / _STATE
+    with suppress(ZexportError, OSError):
+        return read_json_object(path) if is_file(path) and location.boundary.holds(path) else {}
+    return {}

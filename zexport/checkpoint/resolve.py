@@ -27,7 +27,6 @@ from zexport.errors import (
     UsageError,
 )
 from zexport.filenames import SOURCE_SIDECAR
-from zexport.storage.contents import read_regular
 from zexport.storage.files import (
     absolute,
     child_folders,
@@ -36,6 +35,7 @@ from zexport.storage.files import (
     is_folder,
     is_link,
     is_local,
+    read_regular,
     real,
 )
 from zexport.storage.location import last_names
@@ -84,8 +84,6 @@ class Framework(Enum):
 
 
 class TagChoice(Enum):
-    """How the tag was chosen."""
-
     OPTION = "given by --tag"
     HANDED_OVER = "the folder given"
     LATEST = "named by latest"
@@ -106,7 +104,6 @@ class Location(Struct, frozen=True):
 
     @property
     def tag_dir(self) -> Path:
-        """The folder with the rank files."""
         return self.root / self.tag
 
     @property
@@ -187,7 +184,6 @@ def location_of(tag_dir: Path, chosen: TagChoice, boundary: Boundary) -> Locatio
 
 
 def framework_of(root: Path, tag: str) -> Framework:
-    """Return which program named the folders around ``root / tag``."""
     if is_file(root / SOURCE_SIDECAR):
         return Framework.ZEXPORT
     if is_file(root / "trainer_state.json"):
@@ -222,12 +218,10 @@ def run_folder(path: Path) -> Path:
 
 
 def read_latest(root: Path, name: str = LATEST[0]) -> str | None:
-    """Return the tag that the file ``root / name`` contains; ``None`` if there is no such file."""
     path = root / name
     if not is_file(path):
         return None
-    raw = read_regular(path, _LATEST_NBYTES_MAX)
-    tag = (raw or b"").decode(errors="replace").strip()
+    tag = (read_regular(path, _LATEST_NBYTES_MAX) or b"").decode(errors="replace").strip()
     if not tag or "\n" in tag or "\ufffd" in tag:
         raise DamagedCheckpointError(
             "does not contain a tag name",
@@ -240,7 +234,6 @@ def read_latest(root: Path, name: str = LATEST[0]) -> str | None:
 
 
 def is_tag_dir(path: Path) -> bool:
-    """Return whether ``path`` directly contains a checkpoint of an accepted format."""
     return is_folder(path) and any(source.holds(path) for source in SOURCES)
 
 
@@ -307,7 +300,6 @@ def name_pattern(name: str) -> str:
 
 
 def recorded_step(tag_dir: Path, boundary: Boundary) -> int | None:
-    """Return the global step in a tag folder; ``None`` if it cannot be read."""
     return next((one.step(tag_dir, boundary) for one in SOURCES if one.holds(tag_dir)), None)
 
 
@@ -357,13 +349,11 @@ def _existing(path: Path) -> Path:
 
 def _similar(name: str, names: Sequence[str]) -> str | None:
     """Return the name that was probably meant: never one with another number."""
-    numbers = _DIGITS.findall(name)
-    same = [one for one in names if _DIGITS.findall(one) == numbers]
-    if numbers and len(same) == 1:
-        return same[0]
     import difflib  # noqa: PLC0415 - only for an error
 
-    return next(iter(difflib.get_close_matches(name, same, 1)), None)
+    same = [one for one in names if _DIGITS.findall(one) == _DIGITS.findall(name)]
+    near = difflib.get_close_matches(name, same, 1, 0.3 if _DIGITS.search(name) else 0.6)
+    return near[0] if near else None
 
 
 def _named(path: Path, tag: str, boundary: Boundary) -> Location:

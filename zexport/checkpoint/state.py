@@ -2,7 +2,7 @@
 
 A source yields cells: what the ranks of one model-parallel index store. Joining cells gives a cell
 again; the last one is ``TrainingState.whole``. No tensor is read here: a parameter contains where
-its slots are (``Held``) and binds one to byte ranges on demand.
+each slot is (``Stored``) and binds it to byte ranges on demand.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class Role(Enum):
     BUFFER = "buffer"
 
 
-class Held(Protocol):
-    """Where some slots of a parameter are: in a file, a flat group, partitions or boxes."""
+class Stored(Protocol):
+    """Where one slot of a parameter is: in a file, a flat group, partitions or boxes."""
 
     @property
-    def slots(self) -> Mapping[str, DType]: ...
+    def dtype(self) -> DType: ...
 
-    def bind(self, slot: str) -> ByteSource:
-        """Return the elements of a slot, row-major, in the parameter's shape.
+    def bind(self) -> ByteSource:
+        """Return the elements in row-major order.
 
         Raises:
             LayoutError: the stored lengths do not fit the shapes.
@@ -68,15 +68,12 @@ class Parameter(Struct, frozen=True):
     name: str
     shape: Shape
     role: Role
-    held: tuple[Held, ...]
+    stored: Mapping[str, Stored]
     module_dtype: DType | None = None
 
     @property
     def slots(self) -> dict[str, DType]:
-        found: dict[str, DType] = {}
-        for one in self.held:
-            found |= {slot: dtype for slot, dtype in one.slots.items() if slot not in found}
-        return found
+        return {slot: one.dtype for slot, one in self.stored.items()}
 
     @property
     def value_slot(self) -> str:
@@ -85,19 +82,17 @@ class Parameter(Struct, frozen=True):
 
     @property
     def dtype(self) -> DType:
-        """The dtype of the value slot."""
         return self.dtype_of(self.value_slot)
 
     def has(self, slot: str) -> bool:
-        return any(slot in one.slots for one in self.held)
+        return slot in self.stored
 
     def dtype_of(self, slot: str) -> DType:
-        return next(one.slots[slot] for one in self.held if slot in one.slots)
+        return self.stored[slot].dtype
 
     def source(self, slot: str | None = None) -> ByteSource:
         """Return the elements of a slot (default: the value slot)."""
-        slot = slot or self.value_slot
-        return next(one for one in self.held if slot in one.slots).bind(slot)
+        return self.stored[slot or self.value_slot].bind()
 
 
 class Recorded(Struct, frozen=True):
@@ -185,10 +180,9 @@ class Cell(Struct, frozen=True):
     @property
     def label(self) -> str:
         """Position in the grid of ranks, such as ``1, expert rank 2``."""
-        if self.expert_ranks == 1:
-            return f"{self.index}"
-        stage = f"{self.index}, " if self.index else ""
-        return f"{stage}expert rank {self.expert_rank}"
+        stage = [str(self.index)] if self.index or self.expert_ranks == 1 else []
+        expert = [f"expert rank {self.expert_rank}"] if self.expert_ranks > 1 else []
+        return ", ".join(stage + expert)
 
     def trained(self) -> list[Parameter]:
         """Return the parameters of all groups, in the optimizer's order."""
@@ -256,7 +250,7 @@ def source_of(tensor: StoredTensor) -> ByteSource:
     source = tensor.source
     if source is None or source.nbytes != tensor.numel * tensor.dtype.itemsize:
         # Opening has checked both: a bug, never the input's fault.
-        raise AssertionError(f"{tensor.name} was laid out wrongly")
+        raise AssertionError(f"{tensor.name} was bound to the wrong bytes")
     return source
 
 
@@ -288,7 +282,6 @@ class CheckpointFile(Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """Its name below the tag folder."""
         depth = 3 if self.kind is FileKind.PARAMETER else 1  # zero/<parameter>/fp32.pt
         return "/".join(self.path.parts[-depth:])
 
@@ -296,7 +289,7 @@ class CheckpointFile(Struct, frozen=True):
 class Structure(Enum):
     """How the model was split, in addition to data parallelism."""
 
-    DATA = "data parallelism alone"
+    DATA = "only data parallelism"
     TENSOR = "tensor parallelism"
     PIPELINE = "pipeline parallelism"
     EXPERTS = "expert parallelism"
@@ -330,7 +323,7 @@ class Parallelism(Struct, frozen=True):
 
 
 class TrainingState(Struct, frozen=True, dict=True):
-    """Everything that the metadata of a checkpoint says.
+    """The metadata of a checkpoint.
 
     Attributes:
         layout: in words, such as ``ZeRO-3`` or ``ZeRO-1 (BF16_Optimizer)``.
@@ -436,16 +429,14 @@ class TrainingState(Struct, frozen=True, dict=True):
 
 
 def by_role(parameters: Iterable[Parameter]) -> dict[str, Parameter]:
-    """Return the parameters by name: trainable first, then frozen, then buffers."""
     roles = list(Role)
     return {one.name: one for one in sorted(parameters, key=lambda one: roles.index(one.role))}
 
 
 def bound(one: Parameter, slot: str) -> ByteSource | None:
-    """Return the source of a slot; ``None`` if rank files are missing."""
     try:
-        return one.source(slot)
-    except IncompleteCheckpointError:
+        return one.source(slot) if one.has(slot) else None
+    except IncompleteCheckpointError:  # rank files are missing
         return None
 
 
@@ -467,7 +458,7 @@ def stored_tensors(cell: Cell) -> tuple[StoredTensor, ...]:
 def raise_problems(
     state: TrainingState, allow: Set[FindingKind] = frozenset()
 ) -> tuple[Finding, ...]:
-    """Raise all problems together, as the gravest kind; return the accepted ones and warnings."""
+    """Raise problems that are not accepted, as one error; return the others as findings."""
     raise_all(
         [problem for problem in state.problems if problem.finding not in allow],
         state.location.tag_dir,
@@ -477,7 +468,6 @@ def raise_problems(
 
 
 def finding_of(problem: ZexportError) -> Finding | None:
-    """Return a problem as a finding, if it has a finding kind."""
     if problem.finding is None:
         return None
     return Finding(problem.finding, "", 0, problem.statement())

@@ -1,1 +1,1 @@
-"""The model around the weights: its names, its config, and the files that go along."""
+"""The Hugging Face model: config, files, Hub names."""

@@ -11,7 +11,7 @@ from zexport.checkpoint.state import TrainingState
 from zexport.model.hf_files import HfFiles
 from zexport.model.hub_cache import hub_id_of, is_hub_id
 from zexport.ranges.dtypes import DType
-from zexport.storage.contents import read_range
+from zexport.storage.files import read_range
 from zexport.text import placeless, printable
 
 _TAGS = ("zexport", "deepspeed")
@@ -87,7 +87,6 @@ def model_card(
 
 
 def is_unfilled(path: Path) -> bool:
-    """Whether a card is peft's, which the user did not fill in."""
     return _UNFILLED in read_range(path, 0, _CARD_NBYTES)
 
 

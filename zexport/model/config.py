@@ -10,7 +10,7 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from zexport.model.names import Fit, Stored
+from zexport.model.hub_names import Fit, Stored
 from zexport.ranges.dtypes import DType
 from zexport.storage.json import Json, JsonObject, as_table, several
 
@@ -37,7 +37,7 @@ class ConfigFile(Struct, frozen=True):
 
     path: Path
     content: Mapping[str, Json]
-    mended: tuple[str, ...] = ()
+    changes: tuple[str, ...] = ()
 
     @property
     def architectures(self) -> tuple[str, ...]:
@@ -52,7 +52,6 @@ class ConfigFile(Struct, frozen=True):
         return {"": dict(self.content), **inner}
 
     def sizes(self, key: str) -> list[Json]:
-        """Return every stated ``vocab_size`` or ``num_labels``."""
         labels = self.content.get("id2label")
         if key == "num_labels" and isinstance(labels, dict):
             return [len(labels)]
@@ -79,23 +78,21 @@ class ConfigFile(Struct, frozen=True):
         else:
             inner = {name: {**table, key: size} for name, table in self.tables.items() if name}
             content |= inner | ({key: size} if key in content or not inner else {})
-        return replace(self, content=content, mended=(*self.mended, change))
+        return replace(self, content=content, changes=(*self.changes, change))
 
     def with_architecture(self, name: str | None) -> ConfigFile:
-        """Return the config for another model class; ``None`` leaves the class open."""
         if name is None:
             return replace(self, content=_without(self.content, "architectures"))
         change = f"architectures is {name}, from the weights (was {', '.join(self.architectures)})"
         content = {**self.content, "architectures": [name]}
-        return replace(self, content=content, mended=(*self.mended, change))
+        return replace(self, content=content, changes=(*self.changes, change))
 
     def without_quantization(self) -> ConfigFile:
-        """Return the config for weights that are not quantized."""
         content = _edited(self.content, lambda table: _without(table, *QUANTIZATION_KEYS))
         if content == self.content:
             return self
         change = "quantization settings are removed, because the weights are not quantized"
-        return replace(self, content=content, mended=(*self.mended, change))
+        return replace(self, content=content, changes=(*self.changes, change))
 
     def edited(self, dtype: DType, architecture: str | None, *, is_untied: bool) -> bytes:
         """Return the new content of the file; all other keys keep their place and value."""
@@ -114,7 +111,6 @@ class ConfigFile(Struct, frozen=True):
 
 
 def _as_list(content: Mapping[str, Json], architectures: tuple[str, ...]) -> JsonObject:
-    """Return the content with ``architectures`` as a list, which every reader expects."""
     return {**content, "architectures": list(architectures)} if architectures else dict(content)
 
 
@@ -183,49 +179,34 @@ Source: transformers 5.23, ``configuration_*.py`` of every model.
 """
 
 
-class ConfigDifference(Struct, frozen=True):
-    """A key that defines how a model is built, with both values; a run may change RoPE keys."""
-
-    key: str
-    ours: Json
-    theirs: Json
-    is_rope: bool = False
-
-    def __str__(self) -> str:
-        """Key and values."""
-        return f"{self.key} {self.ours} but {self.theirs}"
-
-
-def differences(own: Mapping[str, Json], base: Mapping[str, Json]) -> Iterator[ConfigDifference]:
-    """Yield the keys in which two configs of one model contradict each other.
+def differences(
+    one: Mapping[str, Json], other: Mapping[str, Json]
+) -> Iterator[tuple[str, Json, Json]]:
+    """Yield keys with both values in which two configs of one model contradict each other.
 
     If one is of a whole model and the other of its language model, that part is compared.
     """
-    inner, others = _parts(own), _parts(base)
-    if own.get("model_type") != base.get("model_type"):
-        for key, one, other in (
-            *((key, table, base) for key, table in inner.items()),
-            *((key, own, table) for key, table in others.items()),
+    inner, others = _parts(one), _parts(other)
+    if one.get("model_type") != other.get("model_type"):
+        for key, ours, theirs in (
+            *((key, table, other) for key, table in inner.items()),
+            *((key, one, table) for key, table in others.items()),
         ):
-            if one.get("model_type") == other.get("model_type") is not None:
-                yield from _differing(f"{key}.", one, other)
+            if ours.get("model_type") == theirs.get("model_type") is not None:
+                yield from _differing(f"{key}.", ours, theirs)
                 return
-    yield from _differing("", _without(own, *inner), _without(base, *others))
+    yield from _differing("", one, other)
     for key in sorted(inner.keys() & others.keys()):
         yield from _differing(f"{key}.", inner[key], others[key])
 
 
 def _differing(
     prefix: str, one: Mapping[str, Json], other: Mapping[str, Json]
-) -> Iterator[ConfigDifference]:
-    for key in sorted(one.keys() & other.keys()):
+) -> Iterator[tuple[str, Json, Json]]:
+    for key in sorted(filter(re.compile(_BUILT).fullmatch, one.keys() & other.keys())):
         ours, theirs = _value(one, key), _value(other, key)
-        if re.fullmatch(_BUILT, key) and None not in (ours, theirs) and ours != theirs:
-            yield ConfigDifference(prefix + key, ours, theirs)
-    ropes = _rope(one), _rope(other)
-    for key in sorted(ropes[0].keys() & ropes[1].keys()):
-        if ropes[0][key] != ropes[1][key]:
-            yield ConfigDifference(prefix + key, ropes[0][key], ropes[1][key], is_rope=True)
+        if None not in (ours, theirs) and ours != theirs:
+            yield prefix + key, ours, theirs
 
 
 def _value(table: Mapping[str, Json], key: str) -> Json:
@@ -235,23 +216,7 @@ def _value(table: Mapping[str, Json], key: str) -> Json:
     return "null" if is_unused or is_off else table[key]
 
 
-def _rope(content: Mapping[str, Json]) -> JsonObject:
-    """Return RoPE settings in the form of transformers 5.
-
-    Source: transformers 5.23, ``modeling_rope_utils.py``: ``rope_parameters`` replaced
-    ``rope_theta`` and ``rope_scaling``, whose ``rope_type`` was once called ``type``.
-    """
-    found = {**as_table(content.get("rope_scaling") or content.get("rope_parameters"))}
-    if any(isinstance(inner, dict) for inner in found.values()):  # one for each kind of layer
-        return found
-    found.setdefault("rope_type", found.pop("type", "default"))
-    if "rope_theta" in content:
-        found.setdefault("rope_theta", content["rope_theta"])
-    return found
-
-
 def _parts(content: Mapping[str, Json]) -> dict[str, JsonObject]:
-    """Return the configs of sub-models."""
     return {
         key: one for key, one in content.items() if isinstance(one, dict) and _is_config(key, one)
     }

@@ -57,6 +57,11 @@ def describe_model(model: PreTrainedModel, *, as_loaded: bool = False) -> dict[s
         for alias, source in model.all_tied_weights_keys.items()
         if alias in shapes and source in shapes and source not in unsaved
     }
+    kept = {}
+    for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
+        plan = model._get_dtype_plan(dtype)
+        pattern = build_glob_alternation(list(plan))[0] if plan else None
+        kept[name] = sorted(one for one in shapes if pattern and pattern.search(one))
     names: dict[str, Any] = {
         "architecture": type(model).__name__,
         "shapes": shapes,
@@ -64,10 +69,7 @@ def describe_model(model: PreTrainedModel, *, as_loaded: bool = False) -> dict[s
         "tied": tied,
         "unsaved": unsaved,
         "base_prefix": model.base_model_prefix,
-        "keep_fp32": {
-            name: _kept_in_fp32(model, shapes, dtype)
-            for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16))
-        },
+        "keep_fp32": kept,
     }
     saved = {name: shape for name, shape in shapes.items() if name not in (*tied, *unsaved)}
     try:
@@ -89,12 +91,6 @@ def ignored_names(model: PreTrainedModel) -> list[str]:
         if any(name.endswith(ending) for name in buffers)
     }
     return sorted(once_saved.union(model._keys_to_ignore_on_load_unexpected or ()))
-
-
-def _kept_in_fp32(model: PreTrainedModel, names: Iterable[str], dtype: torch.dtype) -> list[str]:
-    plan = model._get_dtype_plan(dtype)
-    pattern = build_glob_alternation(list(plan))[0] if plan else None
-    return sorted(name for name in names if pattern and pattern.search(name))
 
 
 def _ways(model: PreTrainedModel) -> Iterator[tuple[str, list[Any] | None]]:

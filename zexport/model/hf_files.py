@@ -15,9 +15,17 @@ from msgspec import Struct
 from zexport.errors import DamagedCheckpointError, NotACheckpointError
 from zexport.filenames import CONFIG, GENERATION_CONFIG, README, SOURCE_SIDECAR, TOKENIZER_CONFIG
 from zexport.model.config import ConfigFile
-from zexport.storage.contents import read_json_object, read_range, read_regular, same_bytes
-from zexport.storage.files import children, is_file, is_folder, matching, real, version
-from zexport.storage.json import Json, as_table, several
+from zexport.storage.files import (
+    children,
+    is_file,
+    is_folder,
+    matching,
+    read_range,
+    read_regular,
+    real,
+    same_bytes,
+)
+from zexport.storage.json import Json, as_table, read_json_object, several
 from zexport.storage.symlink_policy import Boundary
 from zexport.text import some
 
@@ -62,7 +70,6 @@ _RELATIVE_IMPORT = (
 _FRONT_MATTER = r"(?sm)\ufeff?---[ \t\r]*\n(.*?)^---[ \t\r]*$"
 _CARD_NBYTES_MAX, _SOURCE_NBYTES_MAX = 64 << 10, 4 << 20
 _NO_BOUNDARY = Boundary(())
-_THE_CHECKPOINT, _ABOVE, _BASE = "the checkpoint", "the folder above", "--base"
 
 
 class HfFiles(Struct, frozen=True):
@@ -73,28 +80,24 @@ class HfFiles(Struct, frozen=True):
         source: the sidecar that ``zexport train`` writes.
         copied: all other files, by their name in the output.
         missing: what no folder has, in words.
+        above: the folder above the checkpoint.
+        own: the folders of the checkpoint, one for each node.
         base_card: the metadata of the base's model card.
-        folders: the folders that were searched, in order, with their names in messages.
     """
 
     config: ConfigFile | None
     source: Mapping[str, Json] | None
     copied: Files
     missing: tuple[str, ...]
+    above: Path
+    own: tuple[Path, ...]
     base: Path | None = None
     base_config: ConfigFile | None = None
     base_card: str = ""
-    folders: Mapping[Path, str] = {}
 
     @property
     def files(self) -> Files:
-        """The config and all copied files, by name."""
         return {**self.copied, **({} if self.config is None else {CONFIG: self.config.path})}
-
-    @property
-    def above(self) -> Path | None:
-        """The folder above the checkpoint, unless it is one of the others."""
-        return next((folder for folder, name in self.folders.items() if name == _ABOVE), None)
 
 
 def find_hf_files(
@@ -143,16 +146,16 @@ def find_hf_files(
         "a tokenizer": place is None,
         "a processor": sees and not copied.keys() & {*_PROCESSOR.split()},
     }
-    names = {root: _THE_CHECKPOINT, root.parent: _ABOVE} | dict.fromkeys(given, _BASE)
     return HfFiles(
         config,
         read_json_object(source) if is_file(source) else None,
         copied,
         tuple(what for what, is_missing in lacks.items() if is_missing),
+        above=root.parent,
+        own=tuple(own),
         base=None if base is None else real(base),
         base_config=_find_config(given, within, root),
-        base_card="" if base is None else read_card(base),
-        folders={f: names.get(f, f"folder {n} of it") for n, f in enumerate(folders, 1)},
+        base_card="" if base is None else _card_metadata(base / README),
     )
 
 
@@ -160,20 +163,20 @@ def notes_on(files: HfFiles) -> Iterator[str]:
     """Yield which of several files with one name are used; raise if those of nodes differ."""
     choices = []
     for name, path in files.files.items():
-        used = files.folders.get(path.parent)
-        for folder, where in files.folders.items():
+        for folder in (*files.own, files.above):
             other = folder / name
-            is_other = used not in (None, where) and name != README and is_file(other)
-            if where == _BASE or not is_other or same_bytes(path, other):
+            if path != path.parent / name or folder == path.parent or name == README:
                 continue
-            if affects_model(name) and not {used, where} & {_ABOVE, _BASE}:
+            if not is_file(other) or same_bytes(path, other):
+                continue
+            if affects_model(name) and {folder, path.parent} <= {*files.own}:
                 raise DamagedCheckpointError(
                     "nodes of one checkpoint have different files of this name",
                     path=path,
                     found=f"other content in {other}",
                     hint="Keep the file that training used, and remove the others",
                 )
-            choices.append(f"{name} from {used}, not {where}")
+            choices.append(f"{name} from {path.parent}, not {folder}")
     if choices:
         yield f"folders have different files of one name; the export uses {some(choices)}"
 
@@ -189,16 +192,10 @@ def warnings_on(files: HfFiles) -> Iterator[str]:
                     f"{name}: {module}.py is missing, so the model will not load. Copy it to the "
                     "checkpoint, or pass a model folder that has it with --base"
                 )
-    for name, path in files.copied.items():
-        is_json = name.endswith(".json")
-        end = read_range(path, max(0, version(path).nbytes - 64), 64) if is_json else b""
-        if is_json and not end.rstrip().endswith((b"}", b"]")):
-            yield f"{name}: cut short, so loading it will fail. Copy the file again"
-    above = files.above
-    taken = [name for name, path in files.files.items() if path.parent == above]
-    if above is None or not taken or is_file(above / CONFIG):
+    taken = [name for name, path in files.files.items() if path.parent == files.above]
+    if not taken or is_file(files.above / CONFIG):
         return
-    if not any(_OF_RUN.fullmatch(path.name) for path in children(above)):
+    if not any(_OF_RUN.fullmatch(path.name) for path in children(files.above)):
         yield f"{some(taken)}: from the folder above, which may be of another run. Check the files"
 
 
@@ -207,9 +204,8 @@ def affects_model(name: str) -> bool:
     return name != README and re.fullmatch(_LICENSE, name) is None
 
 
-def read_card(folder: Path) -> str:
-    """Return the metadata of a folder's model card: the lines between its first two ``---``."""
-    path = folder / README
+def _card_metadata(path: Path) -> str:
+    """Return the lines between the first two ``---`` of a model card."""
     if not is_file(path):
         return ""
     found = re.match(_FRONT_MATTER, read_range(path, 0, _CARD_NBYTES_MAX).decode(errors="replace"))

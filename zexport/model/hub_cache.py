@@ -9,8 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from zexport.errors import CheckpointError, NotACheckpointError
-from zexport.storage.contents import read_regular
-from zexport.storage.files import exists, is_folder, real
+from zexport.storage.files import exists, is_folder, read_regular, real
 from zexport.storage.location import hub_cache_folder, last_names
 from zexport.storage.locks import check_finished
 from zexport.storage.os_errors import reading
@@ -47,7 +46,6 @@ class GivenBase(Struct, frozen=True):
 
     @classmethod
     def of(cls, folder: Path) -> GivenBase:
-        """Return the model in a folder."""
         here = real(folder)
         if (hub_id := hub_id_of(here)) is None:
             return cls(last_names(here))
@@ -55,14 +53,12 @@ class GivenBase(Struct, frozen=True):
 
     @classmethod
     def recorded(cls, record: object) -> GivenBase | None:
-        """Return the model that a manifest records, or ``None``."""
         try:
             return msgspec.convert(record, cls)
         except msgspec.ValidationError:
             return None
 
     def __str__(self) -> str:
-        """The name, and the commit if it is known."""
         return f"{self.name} at commit {self.commit}" if self.commit else self.name
 
 

@@ -19,11 +19,9 @@ from msgspec.structs import replace
 from zexport.errors import MissingExtraError
 from zexport.filenames import SOURCE_SIDECAR
 from zexport.model.config import ConfigFile
-from zexport.model.hub_layout import StoredLayout
-from zexport.model.names import Fit, ModelNames, NamesUnknown, Stored, best_fit
+from zexport.model.hub_names import Fit, ModelNames, NamesUnknown, Stored, StoredLayout, best_fit
 from zexport.optional_deps import HUB_WANTED, installed, lack_for_names, to_have_names
-from zexport.storage.contents import read_regular
-from zexport.storage.files import exists, matching, write_durably
+from zexport.storage.files import exists, matching, read_regular, write_durably
 from zexport.storage.json import Json, as_table
 from zexport.storage.location import cache_folder, home
 
@@ -152,7 +150,7 @@ def _from_source_sidecar(source: Mapping[str, Json]) -> ModelNames | None:
 
 
 def _described_by_tensors(source: Mapping[str, Json]) -> Mapping[str, Json]:
-    """Return the description in a sidecar of zexport's first versions: Hub names, if in memory."""
+    """Return the description in a file of zexport's first versions: Hub names, if in memory."""
     tensors = as_table(source.get("tensors"))
     tied = {alias: str(name) for alias, name in as_table(source.get("tied")).items()}
     shapes = {name: as_table(one).get("shape") for name, one in tensors.items()}
@@ -185,7 +183,16 @@ class NamesClient:
                 return version, known
         if not self._lack:
             _log.info("Asking transformers for the names of this model, once for each config")
-            done = _ask(config)
+            import subprocess  # noqa: PLC0415 - most exports ask nothing
+
+            done = subprocess.run(
+                # -P: else Python imports modules of the current folder, perhaps the checkpoint's
+                [sys.executable, "-P", "-m", "zexport.model.names_process"],
+                input=config,
+                capture_output=True,
+                check=False,
+                env={**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
+            )
             if done.returncode == 0:
                 content = done.stdout.rpartition(ANSWER)[2]
                 _write_cache(config, self._version, content)
@@ -203,19 +210,6 @@ class NamesClient:
             )
         self.lacked = self._lack
         return "", _Answer(error=f"transformers cannot be asked: {self._lack}")
-
-
-def _ask(config: bytes) -> subprocess.CompletedProcess[bytes]:
-    import subprocess  # noqa: PLC0415 - most exports ask nothing
-
-    return subprocess.run(
-        # -P: without it, Python imports modules of the current folder, perhaps the checkpoint's
-        [sys.executable, "-P", "-m", "zexport.model.names_process"],
-        input=config,
-        capture_output=True,
-        check=False,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
-    )
 
 
 def _last_error(done: subprocess.CompletedProcess[bytes]) -> str:
@@ -243,7 +237,6 @@ def _cached(config: bytes, version: str) -> list[tuple[str, Path]]:
 
 
 def _read_cache(path: Path) -> _Answer | None:
-    """Return the cached answer; ``None`` if there is none or it was changed."""
     try:
         content = read_regular(path, _CACHED_NBYTES_MAX) or b""
     except OSError:
@@ -256,8 +249,7 @@ def _read_cache(path: Path) -> _Answer | None:
 def _write_cache(config: bytes, version: str, answer: bytes) -> None:
     """Cache an answer; warn if that is not possible."""
     try:
-        content = b"%b\n%b" % (_digest(answer).encode(), answer)
-        write_durably(_cache_path(config, version), content)
+        write_durably(_cache_path(config, version), _digest(answer).encode() + b"\n" + answer)
     except (OSError, RuntimeError) as cause:
         _log.warning(
             "The names cannot be cached (%s), so every export asks transformers again. Set "

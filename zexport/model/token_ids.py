@@ -14,8 +14,8 @@ from zexport.errors import DamagedCheckpointError
 from zexport.filenames import ADDED, CONFIG, GENERATION_CONFIG, TOKENIZER
 from zexport.model.config import ConfigFile
 from zexport.model.hf_files import Files
-from zexport.storage.contents import read_json_object, read_regular
-from zexport.storage.json import Json, several
+from zexport.storage.files import read_regular
+from zexport.storage.json import Json, read_json_object, several
 
 ADDED_TOKENS, _VOCABULARY = "added tokens up to", "vocabulary up to"
 _NBYTES_MAX = 64 << 20
@@ -58,7 +58,6 @@ def file_ids(files: Files) -> Iterator[TokenId]:
 
 
 def config_ids(config: ConfigFile | None) -> Iterator[TokenId]:
-    """Yield the ids in a config and in that of its language model."""
     for table in config.tables.values() if config is not None else ():
         yield from _named(table, CONFIG)
 

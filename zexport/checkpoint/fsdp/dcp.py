@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 
 from msgspec import Struct
@@ -27,18 +26,17 @@ from zexport.checkpoint.fsdp.tree import (
     refuse_unknown,
     unsafe,
 )
-from zexport.checkpoint.state import MASTER, Role
+from zexport.checkpoint.state import Role
 from zexport.errors import IncompleteCheckpointError, UnsupportedError
 from zexport.formats.pickle_globals import DTYPES
 from zexport.formats.pickle_reader import load
 from zexport.formats.pickle_values import Global, Opaque, OpaqueKey
 from zexport.formats.pickle_view import PickleView
-from zexport.formats.torch_file import located, opened
-from zexport.formats.zip_directory import data_offset, read_directory, read_record
+from zexport.formats.torch_file import data_offset, read_directory, read_record, tensor_source
 from zexport.ranges.dtypes import DType, Shape
-from zexport.ranges.source import ByteSource, Extent, Member
-from zexport.storage.contents import read_whole
-from zexport.storage.files import is_file, version
+from zexport.ranges.source import ByteSource, Extent, Record
+from zexport.storage.files import is_file, open_input, read_whole, version
+from zexport.storage.os_errors import reading
 from zexport.storage.storage import Version
 
 METADATA = ".metadata"
@@ -57,11 +55,11 @@ class DataFile:
 
     path: Path
     version: Version
-    records: dict[int, Member] = field(default_factory=dict)
+    bound: dict[int, Record] = field(default_factory=dict)
 
     @property
-    def members(self) -> tuple[Member, ...]:
-        return tuple(self.records[at] for at in sorted(self.records))
+    def records(self) -> tuple[Record, ...]:
+        return tuple(self.bound[at] for at in sorted(self.bound))
 
 
 class InArchive(Struct, frozen=True):
@@ -72,14 +70,10 @@ class InArchive(Struct, frozen=True):
     shape: Shape
     dtype: DType
 
-    @property
-    def slots(self) -> Mapping[str, DType]:
-        return {MASTER: self.dtype}
-
-    def bind(self, slot: str) -> ByteSource:  # noqa: ARG002
+    def bind(self) -> ByteSource:
         """Raise unless the archive contains the tensor that ``.metadata`` describes."""
         path, entry, name = self.file.path, self.entry, "archive/data.pkl"
-        with opened(path) as file:
+        with reading(path), open_input(path) as file:
             records = read_directory(file, path, entry.offset + entry.nbytes)
             pickle = load(read_record(file, path, records, name, _PICKLE_NBYTES_MAX), path=path)
             ref = PickleView(path, name, pickle.value).tensor()
@@ -92,8 +86,8 @@ class InArchive(Struct, frozen=True):
             found = f"{list(ref.shape)} at byte {entry.offset}"
             raise damaged("tensor differs from its description in .metadata", path, found)
         if record is not None:
-            self.file.records[offset] = Member(record.name, offset, record.nbytes, record.crc32)
-        return located(path, ref, offset)
+            self.file.bound[offset] = Record(record.name, offset, record.nbytes, record.crc32)
+        return tensor_source(path, ref, offset)
 
 
 def read_dcp(folder: Path) -> Tree:
@@ -116,10 +110,6 @@ def read_dcp(folder: Path) -> Tree:
     for name, one in top.need("state_dict_metadata").entries():
         parts = paths[name].items() if name in paths else ()
         keys = tuple(part.text_or(None) or str(count(part)) for part in parts) or (name,)
-        if keys in tensors or keys in others:
-            one.fail(
-                "has the same key as another value, once nested dicts are flattened", ".".join(keys)
-            )
         callee = one.value.callee if isinstance(one.value, Opaque) else None
         if isinstance(callee, Global) and callee.name == "BytesStorageMetadata":
             others[keys] = None
@@ -155,10 +145,6 @@ def _entries(
         if start.value is not None:  # else not a tensor
             place = Extent(path, count(info.need("offset")), count(info.need("length")))
             found[index.need("fqn").text(), start.shape()] = (files[path], place)
-    places = sorted((place for _, place in found.values()), key=lambda one: (one.path, one.offset))
-    for one, after in pairwise(places):
-        if one.path == after.path and one.offset + one.nbytes > after.offset:
-            storage.fail("lets two entries overlap", f"at byte {after.offset} of {one.path.name}")
     return found
 
 

@@ -1,13 +1,16 @@
-"""Rank files (verl, SkyRL, Accelerate without DCP): ``torch.save(state_dict)`` of each rank.
+"""Rank files: ``torch.save(state_dict)`` of each rank, or sharded safetensors.
 
 A DTensor records its whole shape, its mesh and the coordinate of the rank: these give the boxes of
 its local tensor. A ShardedTensor records its box. Every other tensor is whole in every file.
 
-Source: torch 2.4 to 2.13, ``distributed/tensor/placement_types.py`` and ``_shard``.
+Source: torch 2.4 to 2.13, ``distributed/tensor/placement_types.py``, ``_shard`` and
+``checkpoint/hf_storage.py``.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate, chain, product
@@ -17,7 +20,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from zexport.checkpoint.boxes import Piece, in_file, join_boxes
+from zexport.checkpoint.boxes import Bound, Piece, in_file, join_boxes
 from zexport.checkpoint.fsdp.tree import (
     Joined,
     Keys,
@@ -28,15 +31,19 @@ from zexport.checkpoint.fsdp.tree import (
     item,
     leaves,
     missing,
+    piece,
     refuse_unknown,
 )
 from zexport.checkpoint.state import MASTER, Role
 from zexport.checkpoint.zero.file_names import ranges
 from zexport.formats.pickle_values import Global, Opaque, TensorRef
 from zexport.formats.pickle_view import PickleView, view
+from zexport.formats.safetensors import read_header
 from zexport.formats.torch_file import read_torch_file
 from zexport.ranges.dtypes import Shape
 from zexport.ranges.source import row_major
+from zexport.storage.files import is_file
+from zexport.storage.json import as_table, read_json_object
 
 _KNOWN = (
     "torch._tensor._rebuild_from_type_v2",
@@ -51,6 +58,7 @@ _KNOWN = (
     "__builtin__.getattr",  # of ShardedTensor.ProcessGroupState
     "builtins.getattr",
 )
+SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors", re.ASCII)
 _REBUILD = Global("torch._tensor", "_rebuild_from_type_v2")
 _BOXES_MAX = 1 << 12
 
@@ -157,10 +165,8 @@ def _of_dtensor(shape: Shape, state: PickleView, meshes: dict[int, Mesh]) -> Loc
     mesh = meshes.get(id(raw.value)) or meshes.setdefault(id(raw.value), _mesh(raw))
     sizes, coordinate, rank, world_size = mesh
     placements = spec.need("placements").items()
-    if len(placements) != len(sizes):
-        state.fail("has not one placement per mesh dimension", f"{len(placements)} placements")
     dims: list[Runs] = [((0, size),) for size in shape]
-    for one, size, index in zip(placements, sizes, coordinate, strict=True):
+    for one, size, index in zip(placements, sizes, coordinate, strict=False):
         placement = fields(one, "Shard", "_StridedShard", "Replicate")
         if "Replicate" in placement.where:
             continue
@@ -235,3 +241,47 @@ def _of_sharded(shape: Shape, state: PickleView) -> Local:
     writer = PickleView(group.path, group.where, getattr(group.value, "state", None))
     rank, world = count(writer.need("global_rank")), count(writer.need("global_world_size"))
     return Local(shape, pieces, rank, world)
+
+
+def read_shards(paths: Sequence[Path]) -> Tree:
+    """Return the weights in sharded safetensors; their headers have the first index of each box.
+
+    No file records whole shapes: if the last rank's file is missing, only the optimizer's shapes or
+    ``config.json`` show it.
+    """
+    folder = paths[0].parent
+    numbers = [map(int, re.findall(r"\d+", path.name)) for path in paths]
+    ranks, parts, counts = map(set, zip(*numbers, strict=True))
+    for what, have, due in (("ranks", ranks, max(ranks)), ("parts", parts, max(counts))):
+        if len(have) < due:
+            found, expected = f"{what} {ranges(have)}", f"{what} 1-{due}"
+            raise missing("shard files are missing", folder, found, expected)
+    headers = [read_header(path) for path in paths]
+    pieces: dict[str, list[Piece]] = {}
+    for header in headers:
+        try:
+            record = json.loads(header.metadata.get("DCP_SHARDING_INFO", "null"))
+        except (ValueError, RecursionError) as cause:
+            raise damaged("DCP_SHARDING_INFO is not JSON", header.path) from cause
+        info = PickleView(header.path, "DCP_SHARDING_INFO", record)
+        for name, one in header.tensors.items():
+            start = info.need(name).need("saved_offsets").shape()
+            stored = Bound(one.dtype, header.source(name))
+            pieces.setdefault(name, []).append(piece(name, start, one.shape, stored))
+    tensors: dict[Keys, Joined] = {}
+    most = 0
+    for name, own in pieces.items():
+        ends = [map(sum, zip(one.start, one.shape, strict=False)) for one in own]
+        shape = tuple(map(max, zip(*ends, strict=False)))
+        tensors[(name,)] = join_boxes(name, shape, Role.TRAINABLE, own)
+        most = max(most, 0, *shape[:1])
+    notes: tuple[str, ...] = ()
+    path = folder / "config.json"
+    config = read_json_object(path) if is_file(path) else {}
+    rows = config.get("vocab_size", as_table(config.get("text_config")).get("vocab_size"))
+    if type(rows) is not int:
+        notes = ("The last rank's file may be missing: no file records the world size.",)
+    elif most < rows:
+        problem = "no weight has vocab_size rows: the shard file of the last rank is missing"
+        raise missing(problem, folder, f"at most {most} rows", f"{rows}, by config.json")
+    return Tree(tensors, {}, tuple(headers), "sharded safetensors", notes=notes)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 
 from zexport.checkpoint.boxes import Piece
-from zexport.checkpoint.state import Copy, Held, Parameter, Role
+from zexport.checkpoint.state import MASTER, Copy, Parameter, Role, Stored
 from zexport.checkpoint.zero.ranks import FROM_NODES
 from zexport.errors import DamagedCheckpointError, IncompleteCheckpointError, UnsafeError
 from zexport.formats.pickle_values import MAX_SIZE, Global, Opaque
@@ -102,13 +102,13 @@ def count(value: PickleView) -> int:
     return number if 0 <= number <= MAX_SIZE else value.fail("is out of range")
 
 
-def piece(name: str, start: Shape, shape: Shape, held: Held) -> Piece:
+def piece(name: str, start: Shape, shape: Shape, stored: Stored) -> Piece:
     """Return a stored tensor as the box of a whole one that begins at index ``start``."""
-    return Piece(Parameter(name, shape, Role.TRAINABLE, (held,)), start, (0,) * len(shape), shape)
+    part = Parameter(name, shape, Role.TRAINABLE, {MASTER: stored})
+    return Piece(part, start, (0,) * len(shape), shape)
 
 
 def missing(problem: str, path: Path, found: object, expected: object) -> IncompleteCheckpointError:
-    """Return the error for files that some ranks wrote and that are not in the folder."""
     return IncompleteCheckpointError(
         problem, path=path, found=found, expected=expected, hint=FROM_NODES
     )

@@ -10,8 +10,8 @@ from zexport.checkpoint.zero.records import ZERO3, ModelStates, OptimizerStates
 from zexport.errors import DamagedCheckpointError, ZexportError
 from zexport.findings import FindingKind
 from zexport.formats.pickle_view import PickleView, view
-from zexport.formats.torch_file import Container, TorchFile
-from zexport.storage.contents import read_range, same_bytes
+from zexport.formats.torch_file import TorchFile
+from zexport.storage.files import read_range, same_bytes
 from zexport.text import some
 
 COPY_ALL = "Copy all rank files of one checkpoint again"
@@ -115,7 +115,7 @@ def _of_optimizer(one: OptimizerStates) -> dict[str, object]:
         "ZeRO stage": one.stage,
         "optimizer step": one.taken_steps,
         "partition count": one.partition_counts,
-        "number of flat groups": len(one.masters),
+        "number of flat groups": len(one.master_weights),
         "DeepSpeed version": one.version,
         "DeepSpeed config": _config(one.file),
         "optimizer settings": PickleView(one.file.path, "", settings).plain_values(),
@@ -125,10 +125,9 @@ def _of_optimizer(one: OptimizerStates) -> dict[str, object]:
 def _config(file: TorchFile) -> dict[str, object]:
     config = view(file, "states").get("ds_config").table()
     used = {key: config[key] for key in _CONFIG_KEYS if key in config}
-    plain = PickleView(file.path, "", used).plain_values()
     return {
         key: value
-        for key, value in plain.items()
+        for key, value in PickleView(file.path, "", used).plain_values().items()
         if not key.startswith("zero_optimization.offload")
     }
 
@@ -158,13 +157,13 @@ def _evidence(one: OptimizerStates) -> tuple[int, ...] | bytes:
 
     Nothing if different ranks may have the same: padding (all zeros), constants.
     """
-    refs = [*one.masters, *(ref for kept in one.kept for ref in kept.tensors.values())]
-    if one.file.container is not Container.LEGACY:
+    refs = [*one.master_weights, *(ref for kept in one.kept for ref in kept.tensors.values())]
+    if not one.file.is_legacy:
         sums = tuple(int(one.file.checksum(ref.storage)) for ref in refs)
         return sums if len({*sums}) > 1 else ()
-    for ref in one.masters:
+    for ref in one.master_weights:
         extents = one.file.source(ref).extents(0, min(ref.nbytes, _SAMPLE_NBYTES))
         data = b"".join(read_range(it.path, it.offset, it.nbytes) for it in extents)
-        if len({data[start : start + 4] for start in range(0, len(data), 4)}) >= _DISTINCT_MIN:
+        if len({*data}) >= _DISTINCT_MIN:
             return data
     return ()

@@ -16,8 +16,8 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from zexport.checkpoint.boxes import InFiles, Piece, cut_boxes, in_file, join_boxes, rows
-from zexport.checkpoint.state import MODULE, FileKind, Parameter, Role
+from zexport.checkpoint.boxes import Piece, cut_boxes, in_file, join_boxes
+from zexport.checkpoint.state import FileKind, Parameter, Role
 from zexport.checkpoint.zero.file_names import rank_file_name, read_rank_file
 from zexport.checkpoint.zero.ranks import FROM_NODES, Ranks, TagFolder
 from zexport.checkpoint.zero.records import MAX_DEGREE, ModelStates
@@ -38,7 +38,6 @@ class NativeName(Struct, frozen=True):
     rest: str
 
     def of(self, number: int) -> str:
-        """Return the name of the same weight of another expert."""
         return f"{self.prefix}.{number}.{self.rest}"
 
 
@@ -89,7 +88,6 @@ class ExpertLayers(Struct, frozen=True):
     stored: Mapping[str, Parameter]
 
     def has(self, name: str) -> bool:
-        """Whether a name is that of an expert's weight."""
         return name in self.autoep or native_name(name) is not None
 
     def has_frozen(self, trained: Iterable[str]) -> bool:
@@ -115,12 +113,13 @@ def find_layers(tag: TagFolder, ranks: Ranks) -> ExpertLayers:
         kinds = {(ref.shape, ref.dtype) for _, ref in places}
         if len(places) != layer.num_experts or len(kinds) != 1:
             raise LayoutError(f"expert files do not have {name!r} of all experts", kinds, "one")
-        pieces, shape = list[Piece](), places[0][1].shape
-        for number, place in enumerate(places):
-            held = (InFiles({MODULE: place}),)
-            part = Parameter(f"{name}.{number}", (1, *shape), Role.FROZEN, held)
-            pieces.append(rows(part, number))
-        stored[name], _ = join_boxes(name, (len(pieces), *shape), Role.FROZEN, pieces)
+        parts = [
+            in_file(file, f"{name}.{number}", ref, Role.FROZEN)
+            for number, (file, ref) in enumerate(places)
+        ]
+        parts = [replace(one, shape=(1, *one.shape)) for one in parts]
+        one_each = replace(layer, held=[[number] for number in range(layer.num_experts)])
+        stored[name] = replace(join_experts(parts, one_each), name=name)
     stacked = {layer.number for layer in autoep.values()}
     for own in (own for number, own in files.items() if number not in stacked):
         kinds_of = [{of_first(n): (r.shape, r.dtype) for n, r in o.tensors.items()} for o in own]
@@ -159,7 +158,6 @@ def _read_files(tag: TagFolder, ranks: Ranks) -> dict[int, list[ExpertFile]]:
 
 
 def autoep_layers(model: ModelStates) -> tuple[AutoEpLayer, ...]:
-    """Return the layers that AutoEP replaced, as a rank recorded them."""
     key = "ds_autoep_layers" if model.root.has("ds_autoep_layers") else "autoep_layers"
     return tuple(map(_autoep_layer, model.root.get(key).items()))
 
@@ -171,7 +169,7 @@ def autoep_weights(model: ModelStates) -> dict[str, AutoEpLayer]:
 
 
 def _autoep_layer(entry: PickleView) -> AutoEpLayer:
-    """Parse a record of AutoEP; older versions record no placement, which is in equal shares."""
+    """Parse a record of AutoEP; without a placement, ranks have equal consecutive ranges."""
     placement = entry.get("expert_placement")
     form, version = entry.get("checkpoint_format_version").value, placement.table().get("version")
     is_placed = entry.has("expert_placement") or entry.has("affine_maps")
@@ -180,7 +178,7 @@ def _autoep_layer(entry: PickleView) -> AutoEpLayer:
             "unknown AutoEP format",
             path=entry.path,
             found=f"format {form}, placement {version}",
-            hint="Look for a newer zexport",
+            hint="Update zexport",
         )
     count, ep_size = entry.need("num_experts").number(), entry.need("ep_size").number()
     if not 0 < ep_size <= count <= MAX_DEGREE:
@@ -191,14 +189,12 @@ def _autoep_layer(entry: PickleView) -> AutoEpLayer:
     }
     shares = enumerate(equal_shares(count, ep_size))
     held = [placed.get(rank, []) if is_placed else share for rank, share in shares]
-    if sorted(number for own in held for number in own) != [*range(count)]:
-        entry.fail("does not place each expert once", f"{sum(map(len, held))} of {count} experts")
     module, experts = (entry.need(key).text() for key in ("module_path", "expert_key_prefix"))
     return AutoEpLayer(entry.need("moe_layer_id").number(), module, experts, held)
 
 
 def equal_shares(num_experts: int, ep_size: int) -> list[range]:
-    """Return the experts of each expert-parallel rank, in equal consecutive shares."""
+    """Return the experts of each expert-parallel rank: equal consecutive ranges."""
     if ep_size < 1 or num_experts % ep_size:
         raise LayoutError("experts do not divide by the expert-parallel size", num_experts, ep_size)
     each = num_experts // ep_size

@@ -16,9 +16,8 @@ from operator import itemgetter
 
 from msgspec.structs import replace
 
-from zexport.checkpoint.boxes import Sources
+from zexport.checkpoint.boxes import Bound
 from zexport.checkpoint.state import MASTER, MODULE, Cell, Copy, FileKind, Parameter, Role, by_role
-from zexport.checkpoint.zero.cell import check_group, flat_groups, zero_cell
 from zexport.checkpoint.zero.expert_layers import (
     ExpertLayers,
     autoep_layers,
@@ -30,7 +29,7 @@ from zexport.checkpoint.zero.expert_layers import (
     without_experts,
 )
 from zexport.checkpoint.zero.file_names import rank_file_name, read_rank_file
-from zexport.checkpoint.zero.flat_groups import FlatGroup
+from zexport.checkpoint.zero.flat_groups import FlatGroup, check_group, flat_groups, zero_cell
 from zexport.checkpoint.zero.pipeline import merge_stages
 from zexport.checkpoint.zero.ranks import FROM_NODES, Ranks, TagFolder, check_grid, no_model
 from zexport.checkpoint.zero.records import ModelStates, SharedGroup
@@ -97,14 +96,15 @@ def _whole(tag: TagFolder, ranks: Ranks, layers: ExpertLayers) -> Cell:
             check_group(shard, model)
             flats += shard.flat_data()
         alike = zip(*(shard.parameters() for shard in shards), strict=True)
-        joined = [one for own in alike for one in _joined(own, layers)]
-        for one in joined:
+        for one in (one for own in alike for one in _joined(own, layers)):
             copy = layers.stored.get(one.name)
             if layers.stored and (copy is None or copy.shape != one.shape):
                 raise LayoutError(
                     f"expert files lack trained {one.name!r}", "none", list(one.shape)
                 )
-            trained.append(one if copy is None else replace(one, held=(*one.held, *copy.held)))
+            trained.append(
+                one if copy is None else replace(one, stored={**one.stored, **copy.stored})
+            )
     aliases = _aliases(model, layers, {one.name for one in trained})
     rest = layers.stored.keys() - aliases.keys() - {one.name for one in trained}
     untrained = [one for name, one in layers.stored.items() if name in rest]
@@ -138,12 +138,11 @@ def _split(tag: TagFolder, ranks: Ranks, layers: ExpertLayers) -> Iterator[Cell]
     for expert_rank in range(sizes[0]):
         shards = {number: own[expert_rank] for number, own in groups.items()}
         first = next((shard.owners[0] for shard in shards.values()), None)
-        root = ranks.model.get(owners.index(first) if first else 0, model)
         trained = [one for shard in shards.values() for one in shard.parameters()]
         yield replace(
             dense,
             parameters=by_role([*dense.parameters.values(), *trained]),
-            states=root,
+            states=ranks.model.get(owners.index(first) if first else 0, model),
             expert_rank=expert_rank,
             expert_ranks=sizes[0],
         )
@@ -234,7 +233,9 @@ def zero0_experts_cell(tag: TagFolder, ranks: Ranks, layers: ExpertLayers) -> Ce
         if has_masters and name in layers.autoep:
             found[name] = join_experts(own, layers.autoep[name])
         elif own[0].has(MASTER):
-            copies += [Copy(own[0], replace(one, held=one.held[:1])) for one in own[1:]]
+            copies += [
+                Copy(own[0], replace(one, stored={MASTER: one.stored[MASTER]})) for one in own[1:]
+            ]
     tied, twins = tied_by_values([found[one.name] for one in dense], [model.file])
     copies += [Copy(found[owner], found[name]) for name, owner in tied.items()]
     found |= {name: replace(found[name], role=Role.TRAINABLE) for name in twins}
@@ -297,7 +298,6 @@ def split_zero0_experts(tag: TagFolder, ranks: Ranks, layers: ExpertLayers) -> I
 
 
 def _optimizer_files(tag: TagFolder, ranks: Ranks) -> dict[int, TorchFile]:
-    """Return the optimizer files of expert-parallel ranks."""
     names = [one for one in tag.of_kind(FileKind.EXPERT_OPTIMIZER) if one.mp == ranks.index]
     return {one.rank: read_rank_file(one) for one in names}
 
@@ -305,7 +305,6 @@ def _optimizer_files(tag: TagFolder, ranks: Ranks) -> dict[int, TorchFile]:
 def _stored(
     ranks: Ranks, layers: ExpertLayers
 ) -> tuple[ModelStates, list[Parameter], list[Parameter]]:
-    """Return the model without experts, its weights and buffers, and those of all experts."""
     model = without_experts(ranks.first, layers)
     experts = [
         o if o.role is Role.BUFFER else replace(o, role=Role.TRAINABLE)
@@ -343,7 +342,7 @@ def _cells(ranks: Ranks, layers: ExpertLayers, files: Mapping[int, TorchFile]) -
                 own += [one] if native.number in shares[native.prefix][rank] else []
                 continue
             cut = cut_experts(one, layers.autoep[one.name].held[rank])
-            own.append(replace(cut, held=(Sources(MODULE, cut.dtype, cut.source()),)))
+            own.append(replace(cut, stored={MODULE: Bound(cut.dtype, cut.source())}))
         optimizer = optimizer_of(files[rank]), files[rank]
         weights = _in_module_order(dense, own)
         cells.append(with_optimizers([optimizer], weights, every, {one.name for one in own}))

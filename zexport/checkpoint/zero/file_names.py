@@ -19,8 +19,7 @@ from zexport.checkpoint.zero.records import model_states
 from zexport.errors import DamagedCheckpointError
 from zexport.formats.pickle_reader import Pickle
 from zexport.formats.torch_file import TorchFile, read_torch_file
-from zexport.storage.contents import same_bytes
-from zexport.storage.files import children, is_file
+from zexport.storage.files import children, is_file, same_bytes
 
 MODEL_FILES = (FileKind.MODEL, FileKind.MODEL_PER_RANK)
 
@@ -133,8 +132,10 @@ def rank_files(*folders: Path) -> list[RankFile]:
     """
     parsed = (parse_name(path) for folder in folders for path in children(folder))
     found = [one for one in parsed if one is not None and is_file(one.path)]
-    masters = [one for one in reversed(found) if one.kind is FileKind.OPTIMIZER and one.rank == 0]
-    first = {one.mp: one.path.parent for one in masters}
+    optimizers = [
+        one for one in reversed(found) if one.kind is FileKind.OPTIMIZER and one.rank == 0
+    ]
+    first = {one.mp: one.path.parent for one in optimizers}
     kinds = list(FileKind)
     found.sort(key=lambda o: (kinds.index(o.kind), o.mp, o.rank, o.path.name))
     kept = []

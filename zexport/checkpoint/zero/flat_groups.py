@@ -1,4 +1,4 @@
-"""Where a parameter is in the ranks' partitions of a flat group.
+"""ZeRO-1, 2 and 3: the cell of one model-parallel index, with its flat groups.
 
 ZeRO-3 (DeepSpeed 0.10 to 0.19, ``runtime/zero/partition_parameters.py``, ``_partition_param``, and
 ``stage3.py``, ``_set_fp32_optimizer_param_groups``): partition ``d`` of a parameter of ``n``
@@ -19,10 +19,13 @@ from itertools import repeat
 from math import prod
 
 from msgspec import Struct
+from msgspec.structs import replace
 
-from zexport.checkpoint.boxes import Sources
-from zexport.checkpoint.state import MASTER, FlatData, Parameter, Role
-from zexport.checkpoint.zero.records import Fragments, OptimizerStates, Shapes
+from zexport.checkpoint.boxes import Bound, InFile, in_file
+from zexport.checkpoint.state import MASTER, MODULE, Cell, Copy, FlatData, Parameter, Recorded, Role
+from zexport.checkpoint.zero.module_names import check_spelling, find_aliases, is_placeholder
+from zexport.checkpoint.zero.ranks import Ranks
+from zexport.checkpoint.zero.records import ZERO3, Fragments, ModelStates, OptimizerStates, Shapes
 from zexport.errors import (
     DamagedCheckpointError,
     IncompleteCheckpointError,
@@ -30,9 +33,10 @@ from zexport.errors import (
     UnsupportedError,
 )
 from zexport.formats.pickle_values import StorageRef, TensorRef
+from zexport.formats.pickle_view import view
 from zexport.ranges.computed import Zeros
 from zexport.ranges.dtypes import DType
-from zexport.ranges.source import ByteSource, Chain, Striped, Window
+from zexport.ranges.source import ByteSource, Chain, Partitioned, Window
 
 MOMENTUM = "momentum_buffer"
 SAME_RANKS = (
@@ -42,7 +46,7 @@ SAME_RANKS = (
 _ALIGNMENT = 2
 """A partition's number of elements is a multiple of this (``nccl_start_alignment_factor``)."""
 
-_NONE = TensorRef(DType.F32, (0,), (1,), 0, StorageRef(DType.F32, "", "cpu", 0))
+_NONE = TensorRef(DType.F32, (0,), (1,), 0, StorageRef(DType.F32, 4, "", "cpu", 0))
 """In place of an optimizer state that a rank does not have."""
 
 
@@ -103,7 +107,7 @@ class FlatGroup:
             return {MASTER: DType.F32}
         states = self.there[0].kept[self.number].tensors
         dtypes = {name: ref.dtype for name, ref in states.items()}
-        return {MASTER: self.there[0].masters[self.number].dtype, **dtypes}
+        return {MASTER: self.there[0].master_weights[self.number].dtype, **dtypes}
 
     @cached_property
     def layout(self) -> tuple[dict[str, int], int]:
@@ -124,9 +128,15 @@ class FlatGroup:
 
     def parameters(self, module: Mapping[str, TensorRef] | None = None) -> list[Parameter]:
         """Return its parameters in order, with the dtypes that ``module`` has them in."""
-        dtypes = {name: ref.dtype for name, ref in (module or {}).items()}
+        dtypes, slots = {name: ref.dtype for name, ref in (module or {}).items()}, self.slots
         return [
-            Parameter(name, shape, Role.TRAINABLE, (InFlat(self, name),), dtypes.get(name))
+            Parameter(
+                name,
+                shape,
+                Role.TRAINABLE,
+                {slot: InFlat(self, name, slot, dtype) for slot, dtype in slots.items()},
+                dtypes.get(name),
+            )
             for name, shape in self.shapes.items()
         ]
 
@@ -153,7 +163,7 @@ class FlatGroup:
                 hint="Copy them from the nodes that wrote them",
             )
         found = [
-            one.masters[self.number]
+            one.master_weights[self.number]
             if slot == MASTER
             else one.kept[self.number].tensors.get(slot, _NONE)
             for one in self.there
@@ -193,7 +203,7 @@ class FlatGroup:
 
     def fragments(self, partition: int) -> Fragments:
         """Return the parameters of one partition of ZeRO-1/2: first element and number."""
-        full = self.there[0].masters[self.number].numel
+        full = self.there[0].master_weights[self.number].numel
         begin, end = partition * full, (partition + 1) * full
         spans = {
             name: (max(offset, begin), min(offset + prod(self.shapes[name]), end))
@@ -219,20 +229,20 @@ class FlatGroup:
                     f"{expected.get(name)}, first element and length, by param_shapes",
                 )
 
-    def whole_states(self, slot: str) -> dict[str, list[Sources]]:
+    def whole_states(self, slot: str) -> dict[str, list[Bound]]:
         """Return every stored copy of a per-parameter state; none for other states."""
         if slot != MOMENTUM or self.is_zero3 or slot not in self.slots:
             return {}
         own = (one for one in self.there[0].groups if self.number in one.flat_groups)
         if not any(is_per_parameter(one.settings, slot) for one in own):
             return {}
-        found: dict[str, list[Sources]] = {name: [] for name in self.shapes}
+        found: dict[str, list[Bound]] = {name: [] for name in self.shapes}
         for rank, owner in enumerate(self.there):
             ref, offset = owner.kept[self.number].tensors.get(slot, _NONE), 0
             for name in self.fragments(rank):
                 nbytes = prod(self.shapes[name]) * ref.dtype.itemsize
                 source = Window(owner.file.source(ref), offset, nbytes)
-                found[name].append(Sources(slot, ref.dtype, source))
+                found[name].append(Bound(ref.dtype, source))
                 offset += nbytes
             if offset != ref.nbytes:
                 raise DamagedCheckpointError(
@@ -257,23 +267,175 @@ def check_one_dtype(dtypes: Iterable[DType]) -> None:
 
 
 class InFlat(Struct, frozen=True):
-    """A parameter in a flat group."""
+    """A slot of a parameter in a flat group."""
 
     group: FlatGroup
     name: str
+    slot: str
+    dtype: DType
 
-    @property
-    def slots(self) -> Mapping[str, DType]:
-        return self.group.slots
-
-    def bind(self, slot: str) -> ByteSource:
+    def bind(self) -> ByteSource:
         """Return a partition of every rank (ZeRO-3), or a window of all partitions end to end."""
-        group, size = self.group, self.slots[slot].itemsize
-        if states := group.whole_states(slot):
-            return states[self.name][0].bind(slot) if states[self.name] else Zeros(0)
-        whole, numel = group.whole(slot), prod(group.shapes[self.name])
+        group, size = self.group, self.dtype.itemsize
+        if states := group.whole_states(self.slot):
+            return states[self.name][0].bind() if states[self.name] else Zeros(0)
+        whole, numel = group.whole(self.slot), prod(group.shapes[self.name])
         offset = group.layout[0][self.name] * size
         if group.is_zero3:
-            stripe = partition_numel(numel, len(whole.parts)) * size
-            return Striped(whole.parts, offset, stripe, numel * size)
+            partition = partition_numel(numel, len(whole.parts)) * size
+            return Partitioned(whole.parts, offset, partition, numel * size)
         return Window(whole, offset, numel * size)
+
+
+_WHOLE_NUMBERS = frozenset({DType.BOOL, *(one for one in DType if one.value[0] in "IU")})
+
+
+def zero_cell(
+    ranks: Ranks, model: ModelStates | None = None, groups: Sequence[FlatGroup] | None = None
+) -> Cell:
+    """Return the cell of one model-parallel index.
+
+    Args:
+        model, groups: of dense weights only, if there are experts.
+    """
+    model = model or ranks.first
+    if groups is None:
+        groups = flat_groups(model, ranks.owners, is_zero3=ranks.is_zero3)
+    for group in groups:
+        check_group(group, model)
+    trained = [one for group in groups for one in group.parameters(model.module)]
+    cell = with_untrained(ranks, model, trained)
+    return replace(cell, flats=tuple(flat for group in groups for flat in group.flat_data()))
+
+
+def flat_groups(
+    model: ModelStates, owners: Sequence[OptimizerStates | None], *, is_zero3: bool
+) -> list[FlatGroup]:
+    shapes = model.param_shapes
+    for one in owners:
+        if one is not None and len(one.master_weights) != len(shapes):
+            raise LayoutError(
+                "parameter groups of model states and optimizer states differ",
+                f"{len(one.master_weights)} flat groups in {one.file.path.name}",
+                f"{len(shapes)}, one per dictionary of param_shapes",
+            )
+    return [FlatGroup(number, own, owners, is_zero3) for number, own in enumerate(shapes)]
+
+
+def check_group(group: FlatGroup, model: ModelStates) -> None:
+    """Compare a group's lengths, and what ranks record of their partitions, with the shapes."""
+    if group.is_complete:
+        group.whole(MASTER)
+        if not group.is_zero3 and not model.is_round_robin:
+            group.check_fragments()
+
+
+def check_module_weight(one: Parameter, ref: TensorRef) -> None:
+    """Raise if a tensor cannot be the rounded copy of a trained parameter."""
+    if ref.shape != one.shape or (ref.numel and ref.dtype in _WHOLE_NUMBERS):
+        raise LayoutError(
+            f"module weight of {one.name!r} is not a rounded copy of its master weights",
+            f"{list(ref.shape)} of {ref.dtype.torch_name}",
+            f"{list(one.shape)} of a floating-point dtype",
+        )
+
+
+def with_untrained(ranks: Ranks, model: ModelStates, trained: Sequence[Parameter]) -> Cell:
+    """Return the cell of trained parameters and everything else in the model states files.
+
+    ``trained`` have their master weights only; ``model`` has the parameters' names. ZeRO-1/2 rounds
+    the module weights after each step (DeepSpeed 0.10 to 0.19, ``stage_1_and_2.py`` and
+    ``bf16_optimizer.py``).
+    """
+    is_zero3, module = ranks.is_zero3, model.module
+    named = [n for n in model.buffers if n in module]
+    buffers = (in_file(model.file, name, module[name], Role.BUFFER) for name in named)
+    parameters: dict[str, Parameter] = {}
+    for one in (*trained, *listed_frozen(ranks, model), *buffers):
+        own, ref, stored = parameters.get(one.name), module.get(one.name), one.stored
+        if own is not None:
+            # Weights that are frozen after the optimizer was made are in both tables.
+            if (own.role, one.role, own.shape) != (Role.TRAINABLE, Role.FROZEN, one.shape):
+                raise LayoutError(f"two tensors have the name {one.name!r}", "two", "one")
+            stored = {**stored, **own.stored}
+        elif one.role is Role.TRAINABLE and ref is not None and not is_zero3:
+            check_module_weight(one, ref)
+            stored = {**stored, MODULE: InFile(model.file, ref)}
+        parameters[one.name] = replace(own or one, stored=stored)
+    aliases = find_aliases(model, [*parameters], is_zero3=is_zero3)
+    rest = [name for name in module if name not in parameters and name not in aliases]
+    whole = [name for name in rest if not (is_zero3 and is_placeholder(module[name]))]
+    if not is_zero3:
+        check_spelling(model, whole)
+    for name in whole:
+        ref, one = module[name], in_file(model.file, name, module[name], Role.FROZEN)
+        if not ref.numel and ref.dtype.is_floating:
+            # No group has a parameter without elements, which a tensor-parallel rank has if there
+            # are fewer heads than ranks (DeepSpeed 0.19, utils.py, is_optimized_parameter).
+            empty = Bound(trained[0].dtype if trained else DType.F32, Zeros(0))
+            one = Parameter(name, ref.shape, Role.TRAINABLE, {MASTER: empty}, ref.dtype)
+        parameters[name] = one
+    copies = []
+    for alias, name in aliases.items() if not (is_zero3 or model.has_experts) else ():
+        ref, one = module.get(alias), parameters[name]  # AutoEP's own ties may be stale
+        if one.role is Role.TRAINABLE and ref is not None and ref != module.get(name):
+            check_module_weight(one, ref)
+            copies.append(Copy(one, in_file(model.file, alias, ref, one.role)))
+    missing = [name for name in model.buffers if name not in module]
+    # ZeRO-1 writes no table of frozen weights. Without any, names show whether a base may have been
+    # excluded, as the Trainer does for PEFT.
+    table, names = model.frozen_shapes, model.trained
+    is_adapted = all(name.startswith("base_model.model.") for name in names)
+    if table is None and model.zero_config.get("stage") not in (2, ZERO3):
+        unlisted = (n for n, one in parameters.items() if one.role is not Role.BUFFER)
+        table = {n: () for n in unlisted if n not in names} or (None if is_adapted else {})
+    first = ranks.first_optimizer
+    return Cell(
+        parameters=parameters,
+        aliases=aliases,
+        left_out=(*missing, *(name for name in rest if name not in parameters)),
+        frozen=None if table is None else tuple(table),
+        copies=tuple(copies),
+        files=ranks.files,
+        states=model,
+        optimizer=None
+        if first is None
+        else Recorded(first.file, view(first.file, "optimizer states").mapping()),
+        index=ranks.index,
+    )
+
+
+def listed_frozen(ranks: Ranks, model: ModelStates) -> Iterator[Parameter]:
+    """Yield frozen weights of the table: whole (ZeRO-2), or in partitions (ZeRO-3)."""
+    world_size = ranks.world_size or 0
+    models = [ranks.model[rank] for rank in range(world_size) if rank in ranks.model]
+    for name, shape in (model.frozen_shapes or {}).items():
+        ref, module = model.frozen.get(name), model.module.get(name)
+        if ref is None or not (ranks.is_zero3 or ref.shape == shape):
+            raise LayoutError(f"frozen weight {name!r} has two shapes", ref and ref.shape, shape)
+        if not ref.dtype.is_floating and module is not None and module.dtype.is_floating:
+            raise UnsupportedError(  # partition_parameters.py, ds_quant_scale: scales are not saved
+                f"frozen weight {name!r} is quantized and has no scales",
+                path=model.file.path,
+                found=ref.dtype.torch_name,
+                expected=module.dtype.torch_name,
+                hint="Save again without zero_quantized_nontrainable_weights",
+            )
+        if not ranks.is_zero3:
+            yield in_file(model.file, name, ref, Role.FROZEN)
+            continue
+        numel, found = partition_numel(prod(shape), max(world_size, 1)), []
+        for one in models:
+            own = one.frozen.get(name)
+            if own is None or (own.numel, own.dtype) != (numel, ref.dtype):
+                raise LayoutError(
+                    f"partition of frozen weight {name!r} in {one.file.path.name} has the wrong "
+                    "length or dtype",
+                    f"{own.numel} elements of {own.dtype.torch_name}" if own else "none",
+                    f"{numel} of {ref.dtype.torch_name}",
+                )
+            found.append(one.file.source(own))
+        whole = Window(Chain(tuple(found)), 0, prod(shape) * ref.dtype.itemsize)
+        is_complete = world_size > 0 and len(found) == world_size
+        stored = Bound(ref.dtype, whole if is_complete else None)
+        yield Parameter(name, shape, Role.FROZEN, {MODULE: stored})

@@ -7,17 +7,16 @@ tied layer through a function of its own has no state dict), ``runtime/pipe/topo
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from math import prod
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from zexport.checkpoint.boxes import InFiles, in_file
+from zexport.checkpoint.boxes import InFile, in_file
 from zexport.checkpoint.state import MODULE, Cell, Copy, FileKind, Parameter, Role, by_role, joined
-from zexport.checkpoint.zero.cell import check_module_weight, zero_cell
 from zexport.checkpoint.zero.file_names import rank_file_name, read_rank_file
+from zexport.checkpoint.zero.flat_groups import check_module_weight, zero_cell
 from zexport.checkpoint.zero.ranks import FROM_NODES, Ranks, TagFolder, check_grid, no_model
 from zexport.checkpoint.zero.stage0 import by_slices, slice_sizes, with_optimizers
 from zexport.checkpoint.zero.tensor_parallel import join_tensor_ranks
@@ -123,12 +122,12 @@ def _column(
         own = layer.named(prefix)
         found[stage] += ((layer.file, name, ref) for name, ref in own.items())
         # A layer may exclude weights from its state dict, and activation checkpointing's hook may
-        # rename them (torch 2.13, checkpoint_wrapper.py): there is one of the same shape for each.
-        extra = Counter(own[name].shape for name in own.keys() - known.keys() - buffers)
+        # rename them (torch 2.13, checkpoint_wrapper.py): then it has one other for each.
+        extra = own.keys() - known.keys() - buffers
         lost = [name for name in known if name.startswith(prefix) and name not in own]
-        if extra and Counter(known[name].shape for name in lost) - extra:
+        if extra and len(lost) > len(extra):
             problem = f"{layer.file.path.name} lacks weights of its layer"
-            raise LayoutError(problem, [*own][:4], lost[:4])
+            raise LayoutError(problem, sorted(extra)[:4], lost[:4])
     pairs = zip(cells, found, strict=True)
     return [_with_layers(cell, tensors, known, buffers) for cell, tensors in pairs]
 
@@ -198,13 +197,12 @@ def _with_layers(
             one = in_file(file, name, ref, Role.BUFFER if name in buffers else Role.FROZEN)
             if (first := parameters.setdefault(name, one)) is not one:
                 copies.append(Copy(first, one))
-        elif not any(isinstance(o, InFiles) and (file, ref) in o.places.values() for o in own.held):
+        elif own.stored.get(MODULE) != (stored := InFile(file, ref)):
             check_module_weight(own, ref)
-            held = InFiles({MODULE: (file, ref)})
-            if name in parameters and MODULE not in own.slots:
-                parameters[name] = replace(own, held=(*own.held, held))
+            if name in parameters and not own.has(MODULE):
+                parameters[name] = replace(own, stored={**own.stored, MODULE: stored})
             else:
-                copies.append(Copy(own, replace(own, held=(held,))))
+                copies.append(Copy(own, replace(own, stored={MODULE: stored})))
     tied = {name for _, name, _ in tensors if name.startswith(TIED) and name in known}
     return replace(
         cell,

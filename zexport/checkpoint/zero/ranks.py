@@ -21,7 +21,6 @@ from zexport.checkpoint.zero.file_names import (
 )
 from zexport.checkpoint.zero.module_names import with_parameter_names
 from zexport.checkpoint.zero.records import (
-    MAX_DEGREE,
     ZERO3,
     Grid,
     ModelStates,
@@ -122,8 +121,7 @@ def check_grid(tag: TagFolder, count: int, what: str) -> None:
     have = tag.models
     is_missing = any(index not in have for index in range(count))
     if is_missing or len(tag.ranks) > count:
-        is_possible = is_missing and count <= MAX_DEGREE
-        raise (IncompleteCheckpointError if is_possible else DamagedCheckpointError)(
+        raise (IncompleteCheckpointError if is_missing else DamagedCheckpointError)(
             f"model states files of {what} are {'missing' if is_missing else 'of another run'}",
             path=tag.path,
             found=f"{what} {ranges(have)}",

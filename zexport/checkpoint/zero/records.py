@@ -15,11 +15,12 @@ from math import isfinite
 
 from msgspec import Struct
 
-from zexport.formats.pickle_values import FragmentAddress, TensorRef
+from zexport.formats.pickle_globals import FRAGMENT
+from zexport.formats.pickle_values import Opaque, TensorRef
 from zexport.formats.pickle_view import PickleView, view
 from zexport.formats.torch_file import TorchFile
 from zexport.ranges.dtypes import DType, Shape
-from zexport.storage.contents import read_range
+from zexport.storage.files import read_range
 
 Shapes = Mapping[str, Shape]
 Fragments = Mapping[str, tuple[int, int]]
@@ -77,17 +78,14 @@ class ModelStates(Struct, frozen=True):
 
     @property
     def root(self) -> PickleView:
-        """All values of the file."""
         return view(self.file, "model states")
 
     @property
     def trained(self) -> dict[str, Shape]:
-        """Shapes of all trained parameters."""
         return {name: shape for group in self.param_shapes for name, shape in group.items()}
 
     @property
     def zero_config(self) -> Mapping[str, object]:
-        """The ``zero_optimization`` section of the DeepSpeed config."""
         return _section(self.config, "zero_optimization")
 
     @property
@@ -209,7 +207,7 @@ class OptimizerStates(Struct, frozen=True):
     Attributes:
         stage: ZeRO stage; ``None`` for BF16_Optimizer, which records none.
         partition_counts: partitions of each group (one number with ZeRO-3).
-        masters: this rank's partition of the master weights.
+        master_weights: this rank's partition of the master weights.
         kept: this rank's partition of the optimizer states.
         paddings: padding elements after each parameter (``parameter_alignment``).
         fragments: recorded parameters of this rank's partition (empty ones excluded).
@@ -221,7 +219,7 @@ class OptimizerStates(Struct, frozen=True):
     file: TorchFile
     stage: int | None
     partition_counts: tuple[int, ...]
-    masters: tuple[TensorRef, ...]
+    master_weights: tuple[TensorRef, ...]
     kept: tuple[Kept, ...]
     paddings: tuple[tuple[int, ...], ...]
     fragments: tuple[Fragments, ...]
@@ -239,7 +237,7 @@ class OptimizerStates(Struct, frozen=True):
     @property
     def groups(self) -> tuple[ParameterGroup, ...]:
         """The parameter groups: each has one or more flat groups, which are numbered in order."""
-        count = len(self.masters)
+        count = len(self.master_weights)
         if not self.inner.has("param_groups"):  # elastic_checkpoint
             return tuple(ParameterGroup((number,), None) for number in range(count))
         groups = self.inner.get("param_groups")
@@ -270,8 +268,8 @@ def flat_optimizer(file: TorchFile, root: PickleView, version: str | None) -> Op
     stage = root.get("zero_stage").number_or(None)
     if stage is not None and (stage == ZERO3) != is_zero3:
         root.fail(f"has the key {key!r}, which ZeRO-{stage} does not write")
-    masters = tuple(item.tensor() for item in root.need(key).items())
-    kept = tuple(kept_of(inner, number) for number in range(len(masters)))
+    master_weights = tuple(item.tensor() for item in root.need(key).items())
+    kept = tuple(kept_of(inner, number) for number in range(len(master_weights)))
     groups = inner.table().get("param_groups")  # FusedAdam counts in them (``fused_adam.py``)
     entries = [*(one.scalars for one in kept), *(groups if isinstance(groups, list) else ())]
     steps = [one.get("step") for one in entries if isinstance(one, dict)]
@@ -281,7 +279,7 @@ def flat_optimizer(file: TorchFile, root: PickleView, version: str | None) -> Op
         partition_counts=tuple(
             one.number() for one in root.need("partition_count").items_or_self()
         ),
-        masters=masters,
+        master_weights=master_weights,
         kept=kept,
         paddings=tuple(
             tuple(one.number() for one in group.items())
@@ -289,9 +287,9 @@ def flat_optimizer(file: TorchFile, root: PickleView, version: str | None) -> Op
         ),
         fragments=tuple(
             {
-                name: (entry.value.start, entry.value.numel)
+                name: fragment
                 for name, entry in one.entries()
-                if isinstance(entry.value, FragmentAddress) and entry.value.numel
+                if (fragment := _fragment(entry)) is not None
             }
             for one in root.get("param_slice_mappings").items()
         ),
@@ -307,6 +305,16 @@ def flat_optimizer(file: TorchFile, root: PickleView, version: str | None) -> Op
         ),
         is_pruned=root.has(PRUNED),
     )
+
+
+def _fragment(entry: PickleView) -> tuple[int, int] | None:
+    """Return start and numel of a ``fragment_address``; ``None`` if it is empty."""
+    one = entry.value
+    if not isinstance(one, Opaque) or one.callee != FRAGMENT:
+        return None
+    state = PickleView(entry.path, entry.where, one.state)
+    start, numel = state.need("start").number(), state.need("numel").number()
+    return (start, numel) if numel else None
 
 
 def kept_of(inner: PickleView, number: int) -> Kept:

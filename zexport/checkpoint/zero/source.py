@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
-from math import prod
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +23,6 @@ from zexport.checkpoint.state import (
     finding_of,
     stored_tensors,
 )
-from zexport.checkpoint.zero.cell import zero_cell
 from zexport.checkpoint.zero.consistency import check_consistency, find_duplicates
 from zexport.checkpoint.zero.file_names import (
     MODEL_FILES,
@@ -34,6 +32,7 @@ from zexport.checkpoint.zero.file_names import (
     rank_file_name,
     rank_files,
 )
+from zexport.checkpoint.zero.flat_groups import zero_cell
 from zexport.checkpoint.zero.ranks import (
     FROM_NODES,
     Ranks,
@@ -45,7 +44,7 @@ from zexport.checkpoint.zero.ranks import (
 )
 from zexport.checkpoint.zero.records import model_states
 from zexport.errors import IncompleteCheckpointError, UnsupportedError, ZexportError, layout_of
-from zexport.formats.torch_file import Container, TorchFile, read_torch_file
+from zexport.formats.torch_file import TorchFile, read_torch_file
 from zexport.ranges.source import paths_of
 from zexport.storage.files import children, is_folder, matching, version
 
@@ -56,7 +55,7 @@ if TYPE_CHECKING:
     from zexport.storage.symlink_policy import Boundary
 
 _MISSING_MAX = 100_000
-"""Limit for ranks of which missing files are listed; a damaged file may record any number."""
+"""Limit for missing files that are listed; a damaged file may record any number of ranks."""
 
 Cells = Callable[[], tuple[Cell, ...]]
 
@@ -121,11 +120,12 @@ def read_checkpoint(locations: Sequence[Location]) -> TrainingState:
         problems.append(IncompleteCheckpointError(what, path=path, hint=FROM_NODES))
     if problems and (swapped := _swapped_out(tag)):
         problems = [swapped]
-    told = [(one, finding_of(one)) for one in problems]
+    refused = [one for one in problems if one.finding is None or one.finding.is_refused]
+    found = (finding_of(one) for one in problems if one not in refused)
     return replace(
         _described(state, tag),
-        problems=tuple(one for one, found in told if found is None or found.kind.is_refused),
-        findings=tuple(found for _, found in told if found and not found.kind.is_refused),
+        problems=tuple(refused),
+        findings=tuple(finding for finding in found if finding is not None),
     )
 
 
@@ -138,12 +138,13 @@ def _split(tag: TagFolder, cells: Cells) -> tuple[Cell, ...]:
 
 def _swapped_out(tag: TagFolder) -> UnsupportedError | None:
     swapped = tag.path / "offloaded_tensors"  # DeepSpeed 0.19, runtime/zero/stage3.py
-    error = UnsupportedError(
+    if not is_folder(swapped):
+        return None
+    return UnsupportedError(
         "optimizer tensors are in NVMe swap files, which zexport does not read",
         path=swapped,
         hint="Resume with the optimizer offloaded to the CPU, and save again",
     )
-    return error if is_folder(swapped) else None
 
 
 def _structure(tag: TagFolder) -> Structure:
@@ -206,35 +207,28 @@ def _cell(ranks: Ranks) -> Cell:
 def _without_shards(cell: Cell) -> Cell:
     """Return the cell without frozen weights of which only the first rank's shard was saved.
 
-    Adapters show their size (DeepSpeed 0.19, ``linear/optimized_linear.py``,
+    Next to an adapter such a shard is flat (DeepSpeed 0.19, ``linear/optimized_linear.py``,
     ``base_weight_sharding``).
     """
-    known, shards = cell.parameters, set[str]()
-    for name, one in known.items():
-        module = name.removesuffix("lora_weight_1.weight")
-        whole, other = known.get(f"{module}weight"), known.get(f"{module}lora_weight_2.weight")
-        if module == name or whole is None or other is None:
-            continue
-        is_flat = (len(whole.shape), len(one.shape), len(other.shape)) == (1, 2, 2)
-        if is_flat and prod(whole.shape) < one.shape[1] * other.shape[0]:
-            shards.add(whole.name)
+    known, adapter = cell.parameters, "lora_weight_1.weight"
+    bases = [f"{n.removesuffix(adapter)}weight" for n in known if n.endswith(adapter)]
+    shards = {name for name in bases if name in known and len(known[name].shape) == 1}
     kept = {name: one for name, one in known.items() if name not in shards}
     return replace(cell, parameters=kept, left_out=(*cell.left_out, *sorted(shards)))
 
 
 def _described(state: TrainingState, tag: TagFolder) -> TrainingState:
-    """Return the state with what the metadata says of it as a whole."""
-    ranks, structure = [*tag.ranks.values()], state.structure
-    first = ranks[0] if ranks else Ranks(tag.path, 0, {}, {}, False, None)
-    model, optimizer, stage = first.first if first.model else None, first.first_optimizer, None
-    if optimizer is not None:
-        stage = 1 if optimizer.stage is None else optimizer.stage  # BF16_Optimizer records none
-    elif model and (first.is_zero0 or structure is Structure.PIPELINE):
+    """Return the state with its layout, steps, dtypes, files and warnings."""
+    ranks, structure, stage, kind = [*tag.ranks.values()], state.structure, None, ""
+    model = next(iter(tag.models.values()), None)
+    optimizer = next((one.first_optimizer for one in ranks if one.optimizer), None)
+    if optimizer is not None and optimizer.stage is None:
+        stage, kind = 1, " (BF16_Optimizer)"
+    elif optimizer is not None:
+        stage = optimizer.stage
+    elif model and (ranks[0].is_zero0 or structure is Structure.PIPELINE):
         stage = None if any(model.param_shapes) else 0
-    kind = " (BF16_Optimizer)" if optimizer is not None and optimizer.stage is None else ""
     layout = "" if stage is None else ", ".join((f"ZeRO-{stage}{kind}", *state.parallelism.words()))
-    config = model.config.get("optimizer") if model else None
-    name = config.get("type") if isinstance(config, dict) else None
     module, buffers = (model.module, {*model.buffers}) if model else ({}, {*()})
     dtypes = [ref.dtype for name, ref in module.items() if name not in buffers]
     if structure is Structure.PIPELINE:
@@ -242,56 +236,62 @@ def _described(state: TrainingState, tag: TagFolder) -> TrainingState:
     counted = Counter(one for one in dtypes if one.is_floating and state.parameters)
     every = (*(file for one in ranks for file in one.files), *state.whole.files)
     opened = {file.path: file for file in every}
-    pruned = [one for own in ranks for one in own.optimizer.values() if one.is_pruned]
+    pruned = {one.file.path for own in ranks for one in own.optimizer.values() if one.is_pruned}
+    notes = ("pruned checkpoint: training cannot resume from it",) if pruned else ()
     missing = {rank for one in ranks for rank in one.missing_ranks}
     warnings = []
-    note = "pruned checkpoint: it has all weights, but training cannot resume from it"
-    if model is not None and 0 < (model.steps or 0) <= model.skipped_steps:
-        warnings.append("all optimizer steps were skipped, so these are the initial weights")
-    if any(file.container is Container.LEGACY for file in every):
+    if model is not None:
+        config = model.config.get("optimizer")
+        name = config.get("type") if isinstance(config, dict) else None
+        state = replace(
+            state,
+            global_steps=model.steps,
+            skipped_steps=model.skipped_steps,
+            optimizer=name if isinstance(name, str) else None,
+            lr_step=model.lr_step,
+            cast_dtype=model.cast_dtype,
+            frozen_left_out=model.frozen_shapes is None and stage in (2, 3),
+        )
+        if 0 < (model.steps or 0) <= model.skipped_steps:
+            warnings.append("all optimizer steps were skipped, so these are the initial weights")
+    if any(file.is_legacy for file in every):
         warnings.append("legacy torch files have no checksums; flipped bits cannot be detected")
     return replace(
         state,
         layout="universal checkpoint" if structure is Structure.UNIVERSAL else layout,
         stage=stage,
-        world_size=first.world_size,
+        world_size=next((one.world_size for one in ranks), None),
         ds_version=next((one.version for one in (model, optimizer) if one and one.version), None),
-        global_steps=model.steps if model else None,
-        skipped_steps=model.skipped_steps if model else 0,
-        optimizer=name if isinstance(name, str) else None,
-        lr_step=model.lr_step if model else None,
         module_dtype=max(counted, key=counted.__getitem__, default=None),
-        cast_dtype=model.cast_dtype if model else None,
-        frozen_left_out=model is not None and model.frozen_shapes is None and stage in (2, 3),
         missing_ranks=() if structure is Structure.UNIVERSAL else tuple(sorted(missing)),
         missing_model_ranks=tuple(sorted({r for one in ranks for r in one.missing_model_ranks})),
-        missing_files=_missing_files(state, tag),
+        missing_files=tuple(islice(_missing_files(state, tag), _MISSING_MAX)),
         files=tuple(_files(state, tag, opened)),
         torch_files=tuple(opened.values()),
-        pruned_files=frozenset(one.file.path for one in pruned),
+        pruned_files=frozenset(pruned),
         warnings=(*warnings, *state.whole.warnings),
-        notes=(*[note for _ in pruned[:1]], *state.whole.notes),
+        notes=(*notes, *state.whole.notes),
     )
 
 
-def _missing_files(state: TrainingState, tag: TagFolder) -> tuple[str, ...]:
-    """Return names of missing rank files that an export needs.
+def _missing_files(state: TrainingState, tag: TagFolder) -> Iterator[str]:
+    """Yield names of missing rank files that an export needs.
 
     ZeRO-3's model states files except the first are needed only for frozen weights.
     """
     ranks, there = tag.ranks.values(), {one.path.name for one in tag.files}
     world = range(max((one.world_size or 1 for one in ranks), default=0))
-    per_rank = any(one.is_zero3 for one in ranks)
     is_partitioned = any(one.role is Role.FROZEN and one.source is None for one in state.tensors)
-    has_masters = any(one.optimizer or one.missing_ranks for one in ranks)
-    masters = world if has_masters and state.structure is not Structure.UNIVERSAL else ()
+    has_optimizer = any(one.optimizer or one.missing_ranks for one in ranks)
+    per_rank = any(one.is_zero3 for one in ranks)
     prefix = next((one.prefix for one in tag.files if one.prefix), "")
-    count, due = state.parallelism.stages * state.parallelism.tensor_ranks, list[str]()
-    for index in range(count if count * len(world) <= _MISSING_MAX else 0):
-        due += (rank_file_name(FileKind.OPTIMIZER, o, index, prefix=prefix) for o in masters)
-        models = world if per_rank and is_partitioned else world[:1]
-        due += (rank_file_name(MODEL_FILES[per_rank], rank, index) for rank in models)
-    return tuple(name for name in due if name not in there)
+    for index in range(state.parallelism.stages * state.parallelism.tensor_ranks):
+        for rank in world:
+            optimizer = rank_file_name(FileKind.OPTIMIZER, rank, index, prefix=prefix)
+            if has_optimizer and state.structure is not Structure.UNIVERSAL:
+                yield from {optimizer} - there
+            if rank == 0 or (per_rank and is_partitioned):
+                yield from {rank_file_name(MODEL_FILES[per_rank], rank, index)} - there
 
 
 def _files(

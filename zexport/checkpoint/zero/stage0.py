@@ -19,20 +19,19 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from zexport.checkpoint.boxes import As, InFiles, Sources, chained, in_file
+from zexport.checkpoint.boxes import Bound, InFile, chained, in_file
 from zexport.checkpoint.state import (
     MASTER,
     MODULE,
     Cell,
     Copy,
     Group,
-    Held,
     Parameter,
     Recorded,
     Role,
     by_role,
 )
-from zexport.checkpoint.zero.cell import zero_cell
+from zexport.checkpoint.zero.flat_groups import zero_cell
 from zexport.checkpoint.zero.module_names import same_views
 from zexport.checkpoint.zero.ranks import FROM_NODES, Ranks
 from zexport.checkpoint.zero.records import (
@@ -47,7 +46,6 @@ from zexport.errors import (
     IncompleteCheckpointError,
     LayoutError,
     UnsupportedError,
-    ZexportError,
 )
 from zexport.findings import FindingKind
 from zexport.formats.pickle_values import TensorRef
@@ -86,15 +84,15 @@ class Entry(Struct, frozen=True):
         known = [*self.kept.tensors.values()] if self.master is None else [self.master]
         return known[0].shape if known else None
 
-    def slots(self, offset: int = 0, shape: Shape | None = None) -> tuple[Sources, ...]:
+    def slots(self, offset: int = 0, shape: Shape | None = None) -> dict[str, Bound]:
         """Return the slots, master weights first, of a weight that begins at ``offset``."""
-        found = []
+        found = {}
         for slot, ref in {MASTER: self.master, **self.kept.tensors}.items():
             if ref is not None and ref.shape == self.shape:
                 size, numel = ref.dtype.itemsize, ref.numel if shape is None else prod(shape)
                 source = Window(self.file.source(ref), offset * size, numel * size)
-                found.append(Sources(slot, ref.dtype, source))
-        return tuple(found)
+                found[slot] = Bound(ref.dtype, source)
+        return found
 
 
 class NumberedGroup(Struct, frozen=True):
@@ -107,7 +105,6 @@ class NumberedGroup(Struct, frozen=True):
 
 
 def numbered_groups(optimizer: PickleView, file: TorchFile) -> list[NumberedGroup]:
-    """Return the parameter groups of an optimizer's state dict."""
     if optimizer.has(NAMED):
         raise IncompleteCheckpointError(
             "has the fp32 master weights of one data-parallel rank only",
@@ -120,15 +117,12 @@ def numbered_groups(optimizer: PickleView, file: TorchFile) -> list[NumberedGrou
     if inner is optimizer and not inner.has("param_groups"):
         return []
     groups, found = inner.need("param_groups").items(), list[NumberedGroup]()
-    masters = [[one] if key == FUSED else one.items() for one in optimizer.get(key).items()]
+    saved = [[one] if key == FUSED else one.items() for one in optimizer.get(key).items()]
     for at, group in enumerate(groups):
         numbers = [one.number() for one in group.need("params").items()]
         # Only groups that a run added later have no master weights.
-        refs = [None] * len(numbers) if at >= len(masters) else [o.tensor() for o in masters[at]]
-        is_floating = all(
-            ref is None or ref.dtype.is_floating for ref in refs
-        )  # DeepSpeed: float()
-        if len(refs) != len(numbers) or not is_floating:
+        refs = [None] * len(numbers) if at >= len(saved) else [o.tensor() for o in saved[at]]
+        if len(refs) != len(numbers) or not all(o is None or o.dtype.is_floating for o in refs):
             optimizer.fail(f"does not have the fp32 master weights of group {at}", f"{len(refs)}")
         settings = {name: value for name, value in group.table().items() if name != "params"}
         is_expert = settings.get("moe") is True  # is_moe_param_group, moe/utils.py
@@ -137,7 +131,7 @@ def numbered_groups(optimizer: PickleView, file: TorchFile) -> list[NumberedGrou
             for ref, number in zip(refs, numbers, strict=True)
         )
         found.append(NumberedGroup(file, inner, entries, settings))
-    if len(masters) > len(groups) or (inner is not optimizer and not masters):
+    if len(saved) > len(groups) or (inner is not optimizer and not saved):
         optimizer.fail("does not have the fp32 master weights of its param_groups")
     return found
 
@@ -202,8 +196,8 @@ def _match_entries(
         if 0 not in (one.shape or ())  # is_optimized_parameter, runtime/utils.py
     }
     found = _match(kinds, wanted)
-    masters = {at: entries[at].slots()[0] for at in wanted if entries[at].master is not None}
-    if len(_certain(found)) == len(wanted) or len(masters) < len(wanted):
+    bound = {at: entries[at].slots()[MASTER] for at in wanted if entries[at].master is not None}
+    if len(_certain(found)) == len(wanted) or len(bound) < len(wanted):
         return found
     every = {one.path: one for one in (*files, *(one.file for one in entries.values()))}
     dtype = min((one.dtype for one in known), key=attrgetter("itemsize"), default=DType.F32)
@@ -213,8 +207,8 @@ def _match_entries(
             for kind, one in zip(kinds, known, strict=True)
         ]
         seen = {
-            at: (wanted[at], fingerprint(reader.read_into, one.bind(MASTER), one.dtype, dtype))
-            for at, one in masters.items()
+            at: (wanted[at], fingerprint(reader.read_into, one.bind(), one.dtype, dtype))
+            for at, one in bound.items()
         }
     return _match(looks, seen)
 
@@ -250,7 +244,7 @@ def with_optimizers(
         spans = _match_entries(first_uses, known, files, marked)
         _check_layers(first_uses, spans, known, is_tied=bool(tied))
     certain, names = _certain(spans), dict[Place, list[str]]()
-    slots: dict[str, tuple[Sources, ...]] = {}
+    slots: dict[str, Mapping[str, Bound]] = {}
     for at, number in certain.items():
         offset, (_, run) = 0, units[number]
         names[at] = [one.name for one in run]
@@ -260,16 +254,13 @@ def with_optimizers(
     has_masters = any(one.master is not None for one in entries.values())
     parameters: dict[str, Parameter] = {}
     for one in weights:
-        role, held = one.role, (*slots.get(one.name, ()), *one.held)
-        if role is Role.TRAINABLE and slots and held == one.held and len(certain) == len(spans):
+        role, stored = one.role, {**slots.get(one.name, {}), **one.stored}
+        is_lone = not slots.get(one.name)
+        if role is Role.TRAINABLE and slots and is_lone and len(certain) == len(spans):
             role = Role.FROZEN
         elif role is Role.TRAINABLE and one.dtype is DType.F32 and not has_masters:
-            module = one.held[0]
-            both: Held = As(MASTER, module)
-            if isinstance(module, InFiles):
-                both = InFiles(dict.fromkeys((MASTER, MODULE), module.places[MODULE]))
-            held = (both, *held)
-        parameters[one.name] = replace(one, role=role, held=held)
+            stored = {MASTER: one.stored[MODULE], **stored}
+        parameters[one.name] = replace(one, role=role, stored=stored)
     found = []
     for number, group in enumerate(own[0] for own in groups):
         members = [name for at, own in names.items() if at[0] == number for name in own]
@@ -277,7 +268,7 @@ def with_optimizers(
         of_experts = any(name in experts for name in members)
         found.append(Group((*members,), Recorded(group.file, group.settings), scalars, of_experts))
     copies = [
-        Copy(*(replace(parameters[name], held=entries[at].slots()) for at in (first, other)))
+        Copy(*(replace(parameters[name], stored=entries[at].slots()) for at in (first, other)))
         for other, first in tied.items()
         for name in names.get(first, ())
     ]
@@ -285,24 +276,26 @@ def with_optimizers(
         one for one in parameters.values() if one.role is Role.TRAINABLE and one.dtype in ROUNDED
     ]
     rounded = [one.name for one in trained if prod(one.shape) and not one.has(MASTER)]
-    lost = [entries[at] for at, span in spans.items() if span is None and entries[at].master]
-    problem = DamagedCheckpointError(
-        f"{len(lost)} fp32 master weights match no weight of the module",
-        path=lost[0].file.path if lost else None,
-        found=f"without master weights: {some(rounded) or 'none'}",
-        hint="Copy all files of one checkpoint again",
-        finding=FindingKind.CAST_MISMATCH,
-    )
-    why = "fp32 master weights are ambiguous" if has_masters else "there are no fp32 master weights"
-    warning = f"ZeRO-0: weights are rounded as in the module, because {why}: {', '.join(rounded)}"
-    return Cell(
+    cell = Cell(
         parameters=by_role(parameters.values()),
         groups=tuple(found),
         copies=tuple(copies),
         matched=frozenset(slots if has_masters else ()),
-        warnings=(warning,) if rounded else (),
-        problems=(problem,) if lost else (),
     )
+    if rounded:
+        why = f"fp32 master weights are {'ambiguous' if has_masters else 'missing'}"
+        text = f"ZeRO-0: weights are rounded as in the module, because {why}: {', '.join(rounded)}"
+        cell = replace(cell, warnings=(text,))
+    if lost := [entries[at] for at, span in spans.items() if span is None and entries[at].master]:
+        problem = DamagedCheckpointError(
+            f"{len(lost)} fp32 master weights match no weight of the module",
+            path=lost[0].file.path,
+            found=f"without master weights: {some(rounded) or 'none'}",
+            hint="Copy all files of one checkpoint again",
+            finding=FindingKind.CAST_MISMATCH,
+        )
+        cell = replace(cell, problems=(problem,))
+    return cell
 
 
 def _flat_units(
@@ -316,15 +309,15 @@ def _flat_units(
     runs, units = dict[Hashable, list[tuple[int, Parameter]]](), []
     for at, one in enumerate(weights):
         key: tuple[Hashable, int] = one.name in marked, at
-        if not experts and isinstance(one.held[0], InFiles):
-            _, ref = one.held[0].places[MODULE]
-            key = ref.storage, ref.offset
+        module = one.stored[MODULE]
+        if not experts and isinstance(module, InFile):
+            key = module.ref.storage, module.ref.offset
         runs.setdefault(key[0], []).append((key[1], one))
     for places in runs.values():
         run = [one for _, one in sorted(places, key=itemgetter(0))]
         shape, source = (sum(prod(one.shape) for one in run),), chained([o.source() for o in run])
-        held = (Sources(MODULE, run[0].dtype, source),)
-        units.append((replace(run[0], shape=shape, held=held), run))
+        stored = {MODULE: Bound(run[0].dtype, source)}
+        units.append((replace(run[0], shape=shape, stored=stored), run))
     return units
 
 
@@ -338,11 +331,10 @@ def _tied(entries: Mapping[Place, Entry]) -> dict[Place, Place]:
     alike = dict[Hashable, dict[Path, list[Place]]]()
     with SourceReader([*files.values()]) as reader:
         for at, one in entries.items():
-            bound = [(own.bind(MASTER), own.dtype) for own in one.slots()]
-            slots = [(own, Zeros(own.nbytes), dtype) for own, dtype in bound]
-            seen = [fingerprint(reader.read_into, own, dtype, dtype) for own, _, dtype in slots]
-            zero = [fingerprint(reader.read_into, own, dtype, dtype) for _, own, dtype in slots]
-            if seen != zero:
+            bound = [(own.bind(), own.dtype) for own in one.slots().values()]
+            seen = [fingerprint(reader.read_into, own, dtype, dtype) for own, dtype in bound]
+            zeros = [(Zeros(own.nbytes), dtype) for own, dtype in bound]
+            if seen != [fingerprint(reader.read_into, own, dtype, dtype) for own, dtype in zeros]:
                 stages = alike.setdefault((one.shape, *seen), {})
                 stages.setdefault(one.file.path, []).append(at)
     once = [[own[0] for own in stages.values() if len(own) == 1] for stages in alike.values()]
@@ -364,13 +356,7 @@ def _check_layers(
     )
     is_partial = is_tied and len(_certain(spans)) < len(known)
     if lost or is_partial or len(entries) > len(known):
-        has_masters = all(one.master is not None for one in entries.values())
-        error: type[ZexportError] = DamagedCheckpointError  # shapes differ
-        if unmatched and has_masters:
-            error = IncompleteCheckpointError
-        elif (is_partial and has_masters) or len(entries) > len(known):
-            error = UnsupportedError
-        raise error(
+        raise (IncompleteCheckpointError if unmatched else UnsupportedError)(
             "layer files or model states files of a pipeline lack trained weights",
             path=next(iter(entries.values())).file.path.parent,
             found=f"{len(known)} weights in layer files, {len(entries)} in optimizers",
@@ -414,7 +400,6 @@ def slice_sizes(ranks: Ranks) -> dict[str, int]:
 
 
 def stored_weights(model: ModelStates, aliases: Collection[str]) -> list[Parameter]:
-    """Return the weights and buffers of the module, in its order."""
     return [
         in_file(model.file, n, ref, Role.BUFFER if n in model.buffers else Role.TRAINABLE)
         for n, ref in model.module.items()
@@ -423,7 +408,6 @@ def stored_weights(model: ModelStates, aliases: Collection[str]) -> list[Paramet
 
 
 def zero0_cell(ranks: Ranks) -> Cell:
-    """Return the cell of one model-parallel index."""
     model = ranks.first
     named = by_slices(ranks, {name: ref.shape for name, ref in model.module.items()})
     if named is not None:

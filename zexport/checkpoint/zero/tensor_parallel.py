@@ -18,7 +18,7 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from zexport.checkpoint.boxes import Piece, Sources, chained, cut_boxes, join_boxes
+from zexport.checkpoint.boxes import Bound, Piece, chained, cut_boxes, join_boxes
 from zexport.checkpoint.state import Cell, Copy, Parameter, Role, joined
 from zexport.checkpoint.zero.records import ModelStates
 from zexport.errors import DamagedCheckpointError, LayoutError, UnsupportedError
@@ -35,7 +35,7 @@ HALVES = "parameter_with_2_sub_params_cat_dim_0"
 FUSED, _WIDTHS = "parameter_with_sub_params", "sub_param_shard_widths"
 ROWS = "parameter_with_row_parallelism_patterns"  # split along dimension 1, all others along 0
 VOCABULARY = "vocabulary_parameter_patterns"
-_LENGTH_MAX, _WILD_MAX, _NBYTES = 1024, 256, 256 << 10
+_LENGTH_MAX, _NBYTES = 1024, 256 << 10
 _NAME = re.compile(r"\^?((?:\\[\W_]|[^.*+?{}\[\]()|^$\\])*+)\$")
 _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 _ALIKE = re.compile(r"(?:\\[\W_d]|\[(?!:)|\((?!\?[^:])|[^\\{}\[(])*+")
@@ -47,8 +47,6 @@ _PARTS_MAX = 1024
 
 
 class Patterns(Struct, frozen=True):
-    """Values by name pattern."""
-
     path: Path
     names: Mapping[str, PickleView]
     wild: Sequence[tuple[_Match, PickleView]]
@@ -63,12 +61,9 @@ class Patterns(Struct, frozen=True):
                 names[_ESCAPE.sub(r"\1", name[1])] = value
             else:
                 wild.append((_compile(text, path), value))
-        if len(wild) > _WILD_MAX:
-            raise UnsupportedError("too many name patterns", path=path, found=len(wild))
         return cls(path, names, wild)
 
     def get(self, name: str) -> PickleView | None:
-        """Return the value whose pattern matches a name."""
         encoded = name.encode(errors="surrogatepass")
         found = [value for match, value in self.wild if match(encoded) is not None]
         found += [self.names[name]] if name in self.names else []
@@ -114,7 +109,6 @@ class TensorRanks(Struct, frozen=True):
     tables: Mapping[str, Patterns]
 
     def recorded(self, table: str, name: str) -> PickleView | None:
-        """Return what a table of the record has for a parameter."""
         return self.tables[table].get(name)
 
     def join(self, parts: Sequence[Parameter]) -> tuple[Parameter, list[Copy]]:
@@ -136,11 +130,11 @@ class TensorRanks(Struct, frozen=True):
             if whole.shape != (kept := self._without_padding(name, shape)):
                 raise LayoutError(f"{name!r} has another shape than its record", whole.shape, kept)
             missing = prod(shape) - prod(whole.shape)
-            held = []
+            stored = {}
             for slot, dtype in whole.slots.items():
                 source = chained([whole.source(slot), Zeros(missing * dtype.itemsize)])
-                held.append(Sources(slot, dtype, source))
-            whole = Parameter(name, shape, whole.role, tuple(held))
+                stored[slot] = Bound(dtype, source)
+            whole = Parameter(name, shape, whole.role, stored)
         own = [Piece(whole, *box) for owner, *box in boxes if owner == rank]
         return cut_boxes(whole, self.shards[name][rank], own)
 

@@ -15,28 +15,27 @@ from math import prod
 
 from msgspec.structs import replace
 
-from zexport.checkpoint.boxes import InFiles, Sources, in_file
+from zexport.checkpoint.boxes import Bound, InFile, in_file
 from zexport.checkpoint.state import (
     MASTER,
     MODULE,
     Cell,
     FileKind,
     Group,
-    Held,
     Parameter,
     Recorded,
     Role,
+    Stored,
     by_role,
     joined,
 )
-from zexport.checkpoint.zero.cell import with_untrained
 from zexport.checkpoint.zero.expert_layers import AutoEpLayer, autoep_weights, cut_experts
-from zexport.checkpoint.zero.flat_groups import check_one_dtype, partition_numel
+from zexport.checkpoint.zero.flat_groups import check_one_dtype, partition_numel, with_untrained
 from zexport.checkpoint.zero.pipeline import TIED, layer_prefix, read_layers
 from zexport.checkpoint.zero.ranks import FROM_NODES, TagFolder, no_model
 from zexport.checkpoint.zero.records import ModelStates, kept_of, scalar
 from zexport.checkpoint.zero.tensor_parallel import join_tensor_ranks, tensor_ranks
-from zexport.errors import IncompleteCheckpointError, LayoutError, UnsafeError, UnsupportedError
+from zexport.errors import IncompleteCheckpointError, LayoutError, UnsupportedError
 from zexport.formats.pickle_values import TensorRef
 from zexport.formats.pickle_view import PickleView, view
 from zexport.formats.torch_file import TorchFile, read_torch_file
@@ -72,34 +71,27 @@ class _Universal:
 
     @cached_property
     def optimizer(self) -> TorchFile:
-        """The file with the parameter groups."""
         return read_torch_file(self.folder / f"{OPTIMIZER_STATE}.pt")
 
     @property
     def root(self) -> PickleView:
         return view(self.optimizer, "optimizer state")
 
-    def _is_shuffled(self, model: ModelStates) -> bool:
-        """Whether the converter mixed up values: with round robin it cuts by another order.
-
-        Only zexport writes names into parameter groups. This also refuses BF16_Optimizer, which
-        does not shuffle but records no difference.
-        """
-        stage = model.zero_config.get("stage")
-        if not (model.is_round_robin and stage in (1, 2) and model.dp_world_size != 1):
-            return False
-        groups = self.root.get("param_groups").items()
-        params = [one.value for group in groups for one in group.need("params").items()]
-        return not params or not all(isinstance(one, str) for one in params)
-
     def _part(self, index: int, model: ModelStates) -> Cell:
         """Return what the model states of one index have; trained parameters have no values."""
-        if self._is_shuffled(model):
-            raise UnsupportedError(
-                "converted from a run with round_robin_gradients; the converter mixes up values",
-                path=model.file.path,
-                hint=_CONVERTED,
-            )
+        stage = model.zero_config.get("stage")
+        if model.is_round_robin and stage in (1, 2) and model.dp_world_size != 1:
+            # BF16_Optimizer does not shuffle, but nothing records it. Only zexport writes names
+            # into parameter groups.
+            groups = self.root.get("param_groups").items()
+            params = [one.value for group in groups for one in group.need("params").items()]
+            if not params or not all(isinstance(one, str) for one in params):
+                raise UnsupportedError(
+                    "values are in the wrong order, because DeepSpeed's converter does not support "
+                    "round_robin_gradients",
+                    path=model.file.path,
+                    hint=_CONVERTED,
+                )
         ranks = self.tag.ranks[index]
         world_size = model.dp_world_size or len(ranks.model)
         if ranks.is_zero3 and len(ranks.model) < world_size and model.frozen_shapes:
@@ -109,8 +101,8 @@ class _Universal:
                 found=f"{len(ranks.model)} of {world_size}",
                 hint=FROM_NODES,
             )
-        held = (Sources(MASTER, DType.F32, Zeros(0)),)
-        trained = [Parameter(*one, Role.TRAINABLE, held) for one in model.trained.items()]
+        stored = {MASTER: Bound(DType.F32, Zeros(0))}
+        trained = [Parameter(*one, Role.TRAINABLE, stored) for one in model.trained.items()]
         cell = with_untrained(replace(ranks, world_size=world_size), model, trained)
         if not model.has_experts:
             return cell
@@ -126,7 +118,6 @@ class _Universal:
 
     @cached_property
     def whole(self) -> Cell:
-        """All tensors."""
         slots, names = self.slots, dict.fromkeys(n for model in self.models for n in model.trained)
         weights = {name: self._weight(name, slots.get(name, ())) for name in names}
         stepped = [one for name, one in weights.items() if "exp_avg" in slots[name]]
@@ -134,11 +125,11 @@ class _Universal:
         rest = self._joined(self.parts, weights)
         layers = self._joined([*self._layers()], weights)
         lost = [name for name in rest.left_out if name not in layers.parameters]
-        warnings = [f"the converter lost the values of {', '.join(lost)}"] if lost else []
+        warnings = [f"the converter dropped {some(lost)}; the export lacks them"] if lost else []
         if not (self.layer_files or any(model.module for model in self.models)):
             warnings.append(
-                "frozen weights, if there were any, are missing: a pipeline has them in layer "
-                "files, which the converter does not copy"
+                "frozen weights may be missing: a pipeline stores them in layer files, which "
+                "DeepSpeed's converter does not copy"
             )
         found = [*weights.values(), *rest.parameters.values(), *layers.parameters.values()]
         return replace(
@@ -175,9 +166,7 @@ class _Universal:
                 writes ``exp_avg`` only for names in ``param_shapes``.
         """
         found, known, trained = dict[str, list[str]](), set[str](), set[str]()
-        for folder, is_link in child_folders(self.folder):
-            if is_link:
-                raise UnsafeError("is a link instead of a parameter's folder", path=folder)
+        for folder, _ in child_folders(self.folder):
             found[folder.name] = [one.stem for one in children(folder) if one.suffix == ".pt"]
         for model, part in zip(self.models, self.parts, strict=True):
             module = model.root.get("module").table()  # may be from --inject_missing_state
@@ -213,11 +202,12 @@ class _Universal:
             pairs = zip(shard, shape, strict=False)
             if len(shard) != len(shape) or sum(a != b for a, b in pairs) > differing:
                 root.fail("has another shape than in the model states files", f"{list(shape)}")
-        copies = [InFiles({MODULE: one}) for one in models if one[1].shape == shape]
-        held: list[Held] = [self._slot(file, MASTER, shape), *copies[:1]]
-        return Parameter(name, shape, Role.TRAINABLE, tuple(held))
+        stored: dict[str, Stored] = {MASTER: self._slot(file, shape)}
+        for file, ref in [one for one in models if one[1].shape == shape][:1]:
+            stored[MODULE] = InFile(file, ref)
+        return Parameter(name, shape, Role.TRAINABLE, stored)
 
-    def _slot(self, file: TorchFile, slot: str, shape: Shape) -> Sources:
+    def _slot(self, file: TorchFile, shape: Shape) -> Bound:
         """Return the tensor of a file: in its shape, or flat and maybe padded.
 
         DeepSpeed 0.15 to 0.19.2 strip too little padding (``extract_zero_shards_stage3``).
@@ -229,7 +219,7 @@ class _Universal:
         if ref.numel not in (whole, max(whole, padded)) if is_flat else ref.shape != shape:
             root.fail(f"has another shape than {list(shape)}", f"{list(ref.shape)}")
         self.opened.append(file)
-        return Sources(slot, ref.dtype, Window(file.source(ref), 0, whole * ref.dtype.itemsize))
+        return Bound(ref.dtype, Window(file.source(ref), 0, whole * ref.dtype.itemsize))
 
     def _layers(self) -> Iterator[Cell]:
         """Yield the tensors in layer files of each tensor rank, except tied layers."""
@@ -307,12 +297,12 @@ class _Universal:
     def _with_states(self, one: Parameter) -> Parameter:
         """Return a trained parameter with its optimizer states instead of module weights."""
         folder, slots = self.folder / one.name, sorted(self.slots.get(one.name, ()))
-        states = [
-            self._slot(read_torch_file(folder / f"{slot}.pt"), slot, one.shape)
+        states = {
+            slot: self._slot(read_torch_file(folder / f"{slot}.pt"), one.shape)
             for slot in slots
             if slot not in (MASTER, STEP)
-        ]
-        return replace(one, held=(one.held[0], *states))
+        }
+        return replace(one, stored={one.value_slot: one.stored[one.value_slot], **states})
 
     def _groups(self, model: ModelStates, layers: Mapping[str, AutoEpLayer]) -> tuple[Group, ...]:
         """Return the parameter groups, which have names, or numbers of dictionaries.

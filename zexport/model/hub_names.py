@@ -1,20 +1,146 @@
-"""The names and shapes of a model class, compared with those of a checkpoint.
+"""The names of a model: in memory, in files, and in a checkpoint.
 
-A checkpoint has the names in memory or in a Hub layout, perhaps with a wrapper's prefix.
+A checkpoint has in-memory names or those of a Hub layout, perhaps with a wrapper's prefix. The JSON
+of layouts is from ``zexport.model.conversion`` or a checkpoint's sidecar: its numbers are checked.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import Annotated, TypeAlias
 
+import msgspec
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from zexport.model.hub_layout import HubLayout, whole
 from zexport.ranges.dtypes import DType, Shape
+from zexport.ranges.source import row_major
+from zexport.storage.json import Natural
 from zexport.text import some
+
+
+class Box(Struct, frozen=True):
+    """A box of a hub tensor, of ``shape`` at ``start``, and the elements that fill it.
+
+    ``source`` is the name of a tensor in memory, or a tensor that is itself made of boxes;
+    ``offset`` and ``stride`` count its elements.
+    """
+
+    source: str | HubTensor
+    offset: int
+    stride: Shape
+    start: Shape
+    shape: Shape
+
+
+class HubTensor(Struct, frozen=True):
+    """A tensor of the model's files: its shape, and boxes that cover it."""
+
+    shape: Shape
+    boxes: tuple[Box, ...]
+
+    @property
+    def sources(self) -> frozenset[str]:
+        """Names in memory of all that it is made of."""
+        sources = [box.source for box in self.boxes]
+        names = ({one} if isinstance(one, str) else one.sources for one in sources)
+        return frozenset[str]().union(*names)
+
+    def is_all_of(self, shapes: Mapping[str, Shape]) -> str | None:
+        """Return the name in memory of the tensor that this is unchanged, or ``None``."""
+        box = self.boxes[0] if len(self.boxes) == 1 else None
+        if box is None or not isinstance(box.source, str) or shapes.get(box.source) != self.shape:
+            return None
+        is_dense = (box.offset, box.stride) == (0, row_major(self.shape))
+        return box.source if is_dense and box.shape == self.shape else None
+
+
+def whole(name: str, shape: Shape) -> HubTensor:
+    """Return the hub tensor that equals a tensor in memory."""
+    shape, stride, start = _dense(shape)
+    return HubTensor(shape, (Box(name, 0, stride, start, shape),))
+
+
+@lru_cache(1 << 10)
+def _dense(shape: Shape) -> tuple[Shape, Shape, Shape]:
+    """Return shape, stride and start of a dense tensor; 100,000 tensors share the tuples."""
+    return shape, row_major(shape), (0,) * len(shape)
+
+
+class HubLayout(Struct, frozen=True):
+    """One way to save a model: hub name to tensor.
+
+    ``aliases`` maps a tied name in memory to its name in a file that holds it too.
+    """
+
+    label: str
+    tensors: Mapping[str, HubTensor]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        return {name: tensor.shape for name, tensor in self.tensors.items()}
+
+
+_Numbers = Annotated[tuple[Natural, ...], msgspec.Meta(max_length=64)]
+_Entry: TypeAlias = Natural | tuple[_Numbers, ...]
+"""The number of a source, or a shape and boxes; see ``Trace.entry_of``."""
+
+_BOXES_MAX, _DEPTH_MAX = 1 << 14, 16
+"""Parts that each use the previous part twice would unfold to more than any memory."""
+
+
+class _Known(Struct, frozen=True):
+    """A tensor that entries refer to by number, and how many boxes it unfolds to, how deep."""
+
+    source: str | HubTensor
+    tensor: HubTensor
+    boxes: int = 1
+    depth: int = 0
+
+
+class StoredLayout(Struct, frozen=True):
+    """A layout as ``zexport.model.conversion`` writes it."""
+
+    label: str
+    sources: tuple[str, ...]
+    parts: tuple[_Entry, ...]
+    tensors: Mapping[str, _Entry]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+    def unfolded(self, shapes: Mapping[str, Shape]) -> HubLayout:
+        """Return the layout of a model whose tensors in memory have these shapes.
+
+        Raises:
+            LookupError, ValueError: an entry contradicts the shapes or the entries before it.
+        """
+        known = [_Known(name, whole(name, shapes[name])) for name in self.sources]
+        for part in self.parts:
+            known.append(_unfold(part, known))
+        tensors = {name: _unfold(one, known).tensor for name, one in self.tensors.items()}
+        return HubLayout(self.label, tensors, self.aliases)
+
+
+def _unfold(entry: _Entry, known: list[_Known]) -> _Known:
+    if isinstance(entry, int):
+        return known[entry]
+    shape, *stored = entry
+    shape, dense, zeros = _dense(shape)
+    dims, boxes, count, depth = len(shape), [], 0, 0
+    for numbers in stored:
+        of, offset, place = known[numbers[0]], numbers[1], numbers[2:]
+        if place and len(place) != 3 * dims:
+            raise LookupError(numbers)
+        stride, start, size = place[:dims], place[dims : 2 * dims], place[2 * dims :]
+        boxes.append(Box(of.source, offset, stride or dense, start or zeros, size or shape))
+        count, depth = count + of.boxes, max(depth, of.depth + 1)
+    if count > _BOXES_MAX or depth > _DEPTH_MAX:
+        raise LookupError(count, depth)
+    tensor = HubTensor(shape, tuple(boxes))
+    return _Known(tensor, tensor, count, depth)
+
 
 Stored = Mapping[str, Shape | None]
 """Stored names with their shapes; ``None`` if no file has the values."""
@@ -65,7 +191,6 @@ class ModelNames(Struct, frozen=True, dict=True):
 
     @property
     def all_names(self) -> frozenset[str]:
-        """Every name in memory and in files."""
         return frozenset(self.shapes).union(*(layout.tensors for layout in self.layouts))
 
     @cached_property
@@ -87,7 +212,6 @@ class ModelNames(Struct, frozen=True, dict=True):
         return frozenset(one for one in dtypes if name in self.keep_fp32.get(one.torch_name, ()))
 
     def ignores(self, name: str) -> bool:
-        """Whether transformers skips a name that the model does not have."""
         return any(re.search(pattern, name) for pattern in self.ignored)
 
     def names_in(self, layout: HubLayout) -> dict[str, str]:
@@ -164,19 +288,16 @@ class Difference(Struct, frozen=True):
     reshaped: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """The names, by kind of difference."""
         names = (self.missing, self.unexpected, self.reshaped)
         kinds = zip(("missing", "unexpected", "of another shape"), names, strict=True)
         return "; ".join(f"{kind}: {some(which)}" for kind, which in kinds if which)
 
     @property
     def misnamed(self) -> int:
-        """Number of names that only one side has."""
         return len(self.missing) + len(self.unexpected)
 
     @property
     def count(self) -> int:
-        """Number of names that differ."""
         return self.misnamed + len(self.reshaped)
 
 
@@ -198,17 +319,11 @@ def best_fit(names: ModelNames, stored: Stored) -> Fit:
     fits = []
     for prefix in wrapper_prefixes(stored):
         bare = {name.removeprefix(prefix): shape for name, shape in stored.items()}
-        for form in _forms(names):
+        for form in (names, *(() if names.hub_is_memory else names.saved_forms)):
             fits.append(Fit(names, form, prefix, difference(form, bare)))
             if not fits[-1].difference.count:
                 return fits[-1]
     return min(fits, key=lambda fit: fit.difference.count)
-
-
-def _forms(names: ModelNames) -> Iterator[ModelNames]:
-    yield names
-    if not names.hub_is_memory:
-        yield from names.saved_forms
 
 
 def wrapper_prefixes(stored: Iterable[str]) -> Iterator[str]:
@@ -239,7 +354,6 @@ def without_inner_wrappers(stored: Iterable[str]) -> dict[str, str]:
 
 
 def difference(names: ModelNames, stored: Stored) -> Difference:
-    """Return how ``stored`` differs from the model as it is in memory."""
     return Difference(
         missing=tuple(absent(names, stored)),
         unexpected=tuple(name for name in stored if name not in names.shapes),
