@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.support import peft_models
 from tests.support.checkpoints import Model, Run, save, small_model
-from tests.support.exports import edit_json, export, manifest_of, mentions, refused, verify
+from tests.support.exports import edit_json, export, manifest_of, refused, verify
 from tests.support.peft_models import ATTENTION, FORMS, Form, Trained, llama
 
 WITHOUT_FROZEN = Run(stage=2, exclude_frozen=True)
@@ -67,10 +67,7 @@ def hub_cache(cache: Path, commits: dict[str, Path], monkeypatch: pytest.MonkeyP
     ("key", "config"),
     [
         ("model_type", {"model_type": "qwen2"}),
-        ("rms_norm_eps", {"rms_norm_eps": 1e-5}),
         ("num_key_value_heads", {"num_key_value_heads": 4}),
-        ("rope_theta", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
-        ("rope_theta", {"rope_parameters": None, "rope_theta": 5e5}),
     ],
 )
 @pytest.mark.parametrize("known_from", ["checkpoint", "named base"])
@@ -150,8 +147,8 @@ def partly_trained(tmp_path: Path) -> tuple[Path, Path, Path]:
     other.save_pretrained(tmp_path / "other")
     tensors = dict(base.state_dict())
     frozen = {name: one for name, one in tensors.items() if "layers.0." in name}
-    masters = {name: one + 1e-3 for name, one in tensors.items() if name not in frozen}
-    root = save(Model([masters], frozen), WITHOUT_FROZEN, tmp_path / "run")
+    trained = {name: one + 1e-3 for name, one in tensors.items() if name not in frozen}
+    root = save(Model([trained], frozen), WITHOUT_FROZEN, tmp_path / "run")
     shutil.copy(tmp_path / "base" / "config.json", root)
     return root, tmp_path / "base", tmp_path / "other"
 
@@ -162,40 +159,26 @@ def test_frozen_weights_of_an_unrelated_base_are_refused(tmp_path: Path) -> None
     to_other = ("--base", other)
     refused(root, tmp_path / "out", *to_other, kind="usage", finding="base-mismatch", word="cosine")
     (other / "generation_config.json").unlink()
-    without = export(root, tmp_path / "trained", *to_other, "--exclude-frozen")
-    assert mentions(without, "weights")
-    assert not without["from_base"]
+    assert not export(root, tmp_path / "trained", *to_other, "--exclude-frozen")["from_base"]
     assert len(export(root, tmp_path / "out", "--base", base)["from_base"]) == 9
 
 
-@pytest.mark.parametrize("layout", ["hub", "memory"])
-def test_unrelated_base_gives_no_model_files(layout: str, tmp_path: Path) -> None:
+def test_unrelated_base_gives_no_model_files(tmp_path: Path) -> None:
     """All weights are in the checkpoint and no config is, as Accelerate saves."""
     base = llama()
     base.save_pretrained(tmp_path / "base")
     root = save(Model([dict(base.state_dict())]), Run(), tmp_path / "run")
     torch.manual_seed(9)
     llama().save_pretrained(tmp_path / "other")
-    out, options = tmp_path / "out", ("--layout", layout, "--base", tmp_path / "other")
+    out, options = tmp_path / "out", ("--base", tmp_path / "other")
     refused(root, out, *options, kind="usage", finding="base-mismatch", word="weights")
     allowed = export(root, tmp_path / "allowed", *options, "--allow", "base-mismatch")
     found = [(one["kind"], one["accepted"]) for one in allowed["findings"]]
     assert found == [("base-mismatch", True)]
     assert manifest_of(tmp_path / "allowed")["findings"] == allowed["findings"]
     assert "base-mismatch" in (tmp_path / "allowed" / "README.md").read_text()
-    export(root, out, "--layout", layout, "--base", tmp_path / "base")
+    export(root, out, "--base", tmp_path / "base")
     assert (out / "config.json").exists()
-
-
-def test_merged_model_is_verified_with_the_same_base_only(trained: Trained, tmp_path: Path) -> None:
-    name_base(trained, trained.base)
-    out, against = tmp_path / "out", ("--against", trained.checkpoint)
-    export(trained.checkpoint, out, "--base", trained.base)
-    assert verify(out, *against, "--base", trained.base)["ok"]
-    name_base(trained, f"elsewhere/{trained.base.name}")
-    other = retrained(trained.base, tmp_path / "other" / trained.base.name)
-    found = verify(out, *against, "--base", other, code=7)
-    assert {one["tensor"] for one in found["problems"]} == set(load_file(out / "model.safetensors"))
 
 
 def test_report_manifest_and_card_name_the_base(

@@ -60,7 +60,6 @@ def with_tensor(made: Plan, **changes: object) -> Plan:
     [
         lambda made: with_tensors(made, *made.shards[0].tensors[1:]),
         lambda made: with_tensors(made, *made.shards[0].tensors[::-1]),
-        lambda made: with_tensor(made, name="z"),
         lambda made: with_tensor(made, offset=0),
         lambda made: with_tensor(made, source=made.shards[0].tensors[1].source),
         lambda made: replace(made, sources=made.sources[::-1]),

@@ -1,4 +1,4 @@
-"""Every element is used once, every copy is equal, every record has its CRC; or nothing is read."""
+"""Every element is used once and all replicas are equal, or nothing is exported."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import torch
 from msgspec.structs import replace
 
 import zexport
-from tests.support.checkpoints import Run, optimizer_file, save, small_model
-from tests.support.expert_checkpoints import rewrite
-from tests.support.exports import export, invoke, refused, verify
+from tests.support.checkpoints import edit
+from tests.support.exports import export, invoke, refused
 from tests.support.real_cases import FIXTURES, copied, file_of
 from zexport import compat
 
@@ -49,14 +48,9 @@ def test_every_trained_element_is_accounted_for(name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "lost"),
-    [
-        ("z2_w2_bf16_groups", "tensors"),
-        ("tp2_z1_w2_bf16_fused", "replicas"),
-    ],
+    ("name", "lost"), [("z2_w2_bf16_groups", "tensors"), ("tp2_z1_w2_bf16_fused", "replicas")]
 )
 def test_lost_tensor_or_uncompared_replica_is_refused(name: str, lost: str, tmp_path: Path) -> None:
-    """No layout may drop trained elements without a word."""
     checkpoint = zexport.open_checkpoint(FIXTURES / name / "ckpt")
     options = zexport.ExportOptions(layout=zexport.NameLayout.MEMORY)
     kept = {"tensors": checkpoint.tensors[1:], "replicas": ()}[lost]
@@ -67,7 +61,7 @@ def test_lost_tensor_or_uncompared_replica_is_refused(name: str, lost: str, tmp_
     assert "elements" in str(caught.value.found)
 
 
-# --- copies ---
+# --- replicas ---
 
 
 def double(state: dict[str, Any]) -> None:
@@ -80,7 +74,7 @@ def double(state: dict[str, Any]) -> None:
 def doubled(tmp_path: Path) -> Path:
     """A checkpoint whose first rank has other master weights than the module has."""
     root = copied("z2_w2_bf16_groups", tmp_path)
-    rewrite(file_of(root, "*rank_0_mp_rank_00_optim*"), double)
+    edit(file_of(root, "*rank_0_mp_rank_00_optim*"), double)
     return root
 
 
@@ -93,12 +87,8 @@ def test_master_weights_that_differ_from_the_module_are_refused(
     assert stats["verdict"]["exportable"] is False
     assert [one["message"] for one in stats["problems"]] == [str(error)]
     report = export(doubled, out, *MEMORY, "--allow", "cast-mismatch")
-    whole = copied("z2_w2_bf16_groups", tmp_path / "original")
-    export(whole, tmp_path / "whole", *MEMORY)
     found = {(one["kind"], one["accepted"]) for one in report["findings"]}
     assert found == {("cast-mismatch", True)}
-    with pytest.raises(zexport.ZexportError, match="11"):
-        verify(tmp_path / "whole", "--against", doubled)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +131,7 @@ def test_lazy_tensors_are_refused_when_they_are_read(doubled: Path) -> None:
 def test_replicated_weights_of_experts_and_tensor_ranks_are_compared(tmp_path: Path) -> None:
     root = copied("autoep_z2_w4_ep2", tmp_path / "experts")
     expert = file_of(root, "layer_0_expert_2_mp_rank_00_model_states.pt")
-    rewrite(expert, lambda state: [value.add_(1) for value in state.values()])
+    edit(expert, lambda state: [value.add_(1) for value in state.values()])
     word = "experts"
     refused(root, tmp_path / "out", *MEMORY, kind="damaged", word=word, finding="cast-mismatch")
 
@@ -152,24 +142,6 @@ def test_replicated_weights_of_experts_and_tensor_ranks_are_compared(tmp_path: P
             state["module"]["extra"] = torch.full((2,), float(value))
             state["buffer_names"].append("extra")
 
-        rewrite(file_of(root, f"mp_rank_0{rank}_model*"), add_buffer)
+        edit(file_of(root, f"mp_rank_0{rank}_model*"), add_buffer)
     word = "extra"
     refused(root, tmp_path / "out", *MEMORY, kind="damaged", word=word, finding="replica-mismatch")
-
-
-# --- CRC ---
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_flipped_bit_is_refused(stage: int, tmp_path: Path) -> None:
-    model = small_model()
-    root = save(model, Run(stage=stage), tmp_path / "run")
-    path = optimizer_file(root / "global_step2", model, 0)
-    some = model.masters["emb.weight"].reshape(-1)[31:40].numpy().tobytes()
-    content = path.read_bytes()
-    assert some in content
-    path.write_bytes(content.replace(some, bytes([some[0] ^ 1]) + some[1:]))
-    error = refused(root, tmp_path / "out", kind="damaged", word="CRC")
-    assert error.path == path
-    lazy = compat.get_fp32_state_dict_from_zero_checkpoint(root, lazy_mode=True)
-    assert any("CRC" in error for error in read_errors(lazy).values())

@@ -47,9 +47,6 @@ def scaled_bf16(weights: Tensors, name: str) -> None:
     weights[f"{name}_scale"] = torch.full((1,), 2.0)
 
 
-METHODS = [fp8_blocks, int8_bitsandbytes, scaled_bf16, int4_gptq]
-
-
 def quantized(plain: Path, folder: Path, part: str, quantize: Quantize) -> Path:
     """A copy of a base whose weights of modules with ``part`` in their names are quantized."""
     weights = files_of(plain)
@@ -60,8 +57,15 @@ def quantized(plain: Path, folder: Path, part: str, quantize: Quantize) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("form", ["hub", "memory", "inner model"])
-@pytest.mark.parametrize("quantize", METHODS)
+@pytest.mark.parametrize(
+    ("quantize", "form"),
+    [
+        (fp8_blocks, "hub"),
+        (int8_bitsandbytes, "memory"),
+        (scaled_bf16, "inner model"),
+        (int4_gptq, "hub"),
+    ],
+)
 def test_quantized_frozen_weights_are_refused(
     quantize: Quantize, form: str, tmp_path: Path
 ) -> None:
@@ -80,8 +84,7 @@ def test_quantized_frozen_weights_are_refused(
     assert facts(files_of(tmp_path / "out")) == facts(model.state_dict())
 
 
-@pytest.mark.parametrize("module", ["down_proj", "q_proj"])
-@pytest.mark.parametrize("quantize", [fp8_blocks, int4_gptq])
+@pytest.mark.parametrize(("quantize", "module"), [(fp8_blocks, "down_proj"), (int4_gptq, "q_proj")])
 def test_adapter_is_not_merged_into_a_quantized_base(
     quantize: Quantize, module: str, tmp_path: Path
 ) -> None:
@@ -108,7 +111,6 @@ def test_adapter_is_not_merged_into_a_quantized_base(
 def test_scales_are_recognized_without_a_config(
     name: str, scale: str, is_trained: bool, tmp_path: Path
 ) -> None:
-    """Next to a frozen weight it would be lost, next to a trained one wrongly filled in."""
     weight, other = {name: values((2, 2), 1)}, {"other": values((2,), 2)}
     groups, frozen = ([{**weight, **other}], {}) if is_trained else ([other], weight)
     root = save(Model(groups, frozen), WITHOUT_FROZEN, tmp_path / "run")

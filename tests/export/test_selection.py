@@ -49,9 +49,7 @@ def renamed(model: Model, rename: Callable[[str], str]) -> Model:
 # --- frozen weights ---
 
 
-@pytest.mark.parametrize(
-    ("stage", "has_config"), [(1, True), (2, True), (3, True), (2, False), (3, False)]
-)
+@pytest.mark.parametrize(("stage", "has_config"), [(1, True), (3, True), (2, False)])
 def test_missing_frozen_weights_are_refused(
     stage: int, has_config: bool, llama: Any, tmp_path: Path
 ) -> None:
@@ -63,15 +61,14 @@ def test_missing_frozen_weights_are_refused(
     assert "--exclude-frozen" in error.hint
     report = export(root, tmp_path / "out", "--exclude-frozen")
     assert report["loadable"] is False
-    assert facts(files_of(tmp_path / "out")) == facts(in_training(llama, (NORM,)).masters)
+    assert facts(files_of(tmp_path / "out")) == facts(in_training(llama, (NORM,)).trained)
     saved = checkpoint(llama, tmp_path / "saved", Run(stage=stage))
     assert export(saved, tmp_path / "all")["loadable"]
     export(saved, tmp_path / "excluded", "--exclude-frozen")
     assert NORM not in files_of(tmp_path / "excluded")
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("layout", ["hub", "memory"])
+@pytest.mark.parametrize(("stage", "layout"), [(1, "hub"), (2, "memory"), (3, "hub")])
 def test_base_supplies_missing_frozen_weights(
     stage: int, layout: str, llama: Any, tmp_path: Path
 ) -> None:
@@ -97,8 +94,7 @@ def test_base_without_the_missing_weight_is_refused(
     refused(root, tmp_path / "out", *options, kind="frozen_left_out", word=NORM)
 
 
-@pytest.mark.parametrize("has_config", [True, False])
-@pytest.mark.parametrize("layout", ["hub", "memory"])
+@pytest.mark.parametrize(("has_config", "layout"), [(True, "hub"), (False, "memory")])
 def test_base_does_not_replace_weights_trained_under_other_names(
     has_config: bool, layout: str, llama: Any, tmp_path: Path
 ) -> None:
@@ -128,23 +124,21 @@ EXTRA = {"model.extra.weight": values((3,), 1)}
     ("config", "more", "word"),
     [
         ({"num_hidden_layers": 3}, {}, "model.layers.2"),
-        ({"num_hidden_layers": 1}, {}, "model.layers.1"),
-        ({}, {"model.layers.0.self_attn.q_proj.bias": values((16,), 2)}, "q_proj.bias"),
         ({}, EXTRA, "model.extra.weight"),
     ],
-    ids=["too few layers", "too many layers", "bias", "extra"],
+    ids=["too few layers", "extra"],
 )
 def test_weights_that_do_not_fit_the_config_are_refused(
     config: dict[str, int], more: Tensors, word: str, llama: Any, tmp_path: Path
 ) -> None:
-    masters = {**in_training(llama).masters, **more}
-    root = checkpoint(llama, tmp_path / "run", groups=[masters], frozen={})
+    weights = {**in_training(llama).trained, **more}
+    root = checkpoint(llama, tmp_path / "run", groups=[weights], frozen={})
     edit_json(root / "config.json", **config)
     error = refused(root, tmp_path / "out", kind="names_mismatch", word=word)
     assert "--layout memory" in error.hint
     report = export(root, tmp_path / "out", "--layout", "memory")
     assert report["loadable"] is False
-    assert files_of(tmp_path / "out").keys() == masters.keys()
+    assert files_of(tmp_path / "out").keys() == weights.keys()
 
 
 def test_other_model_or_other_shapes_are_refused(llama: Any, tmp_path: Path) -> None:
@@ -155,7 +149,7 @@ def test_other_model_or_other_shapes_are_refused(llama: Any, tmp_path: Path) -> 
     refused(root, tmp_path / "out", kind="damaged", word="mlp", finding="shape-mismatch")
 
 
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
+@pytest.mark.parametrize("prefix", ["module.", "module._orig_mod."])
 def test_prefix_of_a_wrapper_is_removed(prefix: str, llama: Any, tmp_path: Path) -> None:
     wrapped = renamed(in_training(llama), lambda name: prefix + name)
     root = checkpoint_of(llama, tmp_path / "run", trained=wrapped)
@@ -179,7 +173,7 @@ def test_rename_comes_before_the_comparison_with_the_model(tmp_path: Path) -> No
     refused(root, tmp_path / "new", *spoilt, kind="names_mismatch", word="ffn")
 
 
-@pytest.mark.parametrize("rename", ["^.*$=x", "norm.bias=norm.weight", "(=x", r"a=\9"])
+@pytest.mark.parametrize("rename", ["^.*$=x", "(=x"])
 def test_impossible_rename_is_refused(rename: str, zero3: Path, tmp_path: Path) -> None:
     refused(zero3, tmp_path / "out", "--rename", rename, kind="usage", word="--rename")
 
@@ -196,9 +190,10 @@ LIVE = {"emb.weight": values((13, 7), 1), "out.weight": values((5, 7), 2)}
 EMA = {"emb.weight": values((13, 7), 3), "out.weight": values((5, 7), 4)}
 
 
-@pytest.mark.parametrize("part", ["model", "model.", "ema_model"])
-@pytest.mark.parametrize("trains_ema", [True, False])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("part", "trains_ema", "stage"),
+    [("model", True, 1), ("model.", False, 2), ("ema_model", True, 3), ("ema_model", False, 3)],
+)
 def test_only_exports_one_part_under_its_own_names(
     part: str, trains_ema: bool, stage: int, tmp_path: Path
 ) -> None:

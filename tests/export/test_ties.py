@@ -36,12 +36,12 @@ def is_tied(out: Path) -> object:
 def test_tied_weights_stored_twice_are_compared(differs: bool, tmp_path: Path) -> None:
     model = live_model("llama-tied")
     trained = in_training(model)
-    head = trained.masters[EMBEDDING].clone()
+    head = trained.trained[EMBEDDING].clone()
     head[3, 2] += differs
-    twice = replace(trained, groups=[{**trained.masters, HEAD: head}], tied={})
+    twice = replace(trained, groups=[{**trained.trained, HEAD: head}], tied={})
     root, out = checkpoint_of(model, tmp_path / "run", trained=twice), tmp_path / "out"
     report = export(root, out)
-    expected = twice.masters if differs else trained.masters
+    expected = twice.trained if differs else trained.trained
     assert facts(files_of(out)) == facts(expected)
     assert (is_tied(out), mentions(report, HEAD)) == (not differs, differs)
     assert manifest_of(out)["tied"] == ({} if differs else {HEAD: EMBEDDING})
@@ -56,22 +56,22 @@ def test_one_name_of_a_tied_weight_is_enough(trained_name: str, tmp_path: Path) 
     """The weight is written under the name that the model's class loads it by."""
     model = live_model("llama-tied")
     whole = in_training(model)
-    masters = {trained_name if n == EMBEDDING else n: t for n, t in whole.masters.items()}
-    root = checkpoint_of(model, tmp_path / "run", trained=replace(whole, groups=[masters], tied={}))
+    trained = {trained_name if n == EMBEDDING else n: t for n, t in whole.trained.items()}
+    root = checkpoint_of(model, tmp_path / "run", trained=replace(whole, groups=[trained], tied={}))
     assert export(root, tmp_path / "out")["loadable"]
-    assert facts(files_of(tmp_path / "out")) == facts(whole.masters)
+    assert facts(files_of(tmp_path / "out")) == facts(whole.trained)
 
 
 @pytest.mark.slow
 def test_tie_that_the_config_lacks_is_written_twice(tmp_path: Path) -> None:
     model = live_model("llama")
     whole = in_training(model)
-    masters = {name: value for name, value in whole.masters.items() if name != HEAD}
-    tied = replace(whole, groups=[masters], tied={HEAD: EMBEDDING})
+    trained = {name: value for name, value in whole.trained.items() if name != HEAD}
+    tied = replace(whole, groups=[trained], tied={HEAD: EMBEDDING})
     root = checkpoint_of(model, tmp_path / "run", trained=tied)
     report = export(root, tmp_path / "out")
     assert report["loadable"]
-    assert facts(files_of(tmp_path / "out")) == facts({**masters, HEAD: masters[EMBEDDING]})
+    assert facts(files_of(tmp_path / "out")) == facts({**trained, HEAD: trained[EMBEDDING]})
     assert not export(root, tmp_path / "memory", "--layout", "memory")["loadable"]
 
 
@@ -86,15 +86,14 @@ def fine_tune(base: Path, root: Path, model_class: str, config: Any, trained: st
             if trained in name:
                 parameter.add_(0.01)
     whole = in_training(model)
-    own = {name: tensor for name, tensor in whole.masters.items() if trained in name}
-    frozen = {name: tensor for name, tensor in whole.masters.items() if name not in own}
+    own = {name: tensor for name, tensor in whole.trained.items() if trained in name}
+    frozen = {name: tensor for name, tensor in whole.trained.items() if name not in own}
     state = Model([own], frozen=frozen, tied=whole.tied, dtype=torch.float32)
     write_config(save(state, WITHOUT_FROZEN, root), config, architectures=[model_class])
     return model
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["hub", "memory"])
 @pytest.mark.parametrize(
     ("model_class", "edits", "trained", "stays_tied"),
     [
@@ -106,7 +105,7 @@ def fine_tune(base: Path, root: Path, model_class: str, config: Any, trained: st
     ],
 )
 def test_base_decides_whether_weights_are_tied(
-    model_class: str, edits: Any, trained: str, stays_tied: bool, layout: str, tmp_path: Path
+    model_class: str, edits: Any, trained: str, stays_tied: bool, tmp_path: Path
 ) -> None:
     """transformers ignores the config's tie if a model folder has two values that differ."""
     config = tiny_config(model_class.partition("For")[0], tie_word_embeddings=True)
@@ -119,7 +118,7 @@ def test_base_decides_whether_weights_are_tied(
     kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     save_file(kept, base / "model.safetensors", {"format": "pt"})
     live = fine_tune(base, root, model_class, config, trained)
-    export(root, out, "--base", base, "--layout", layout)
+    export(root, out, "--base", base)
     loaded, problems = load(out)
     assert (problems, differing(loaded, live)) == ({}, [])
     assert is_tied(out) is stays_tied
@@ -156,14 +155,12 @@ def untied_llama() -> Any:
     ],
     ids=["neither", "both", "saved embedding"],
 )
-@pytest.mark.parametrize("has_frozen", [True, False])
 def test_adapter_is_merged_into_two_weights_that_the_config_ties(
-    keys: dict[str, Any], has_frozen: bool, tmp_path: Path
+    keys: dict[str, Any], tmp_path: Path
 ) -> None:
-    run = Run(stage=2, exclude_frozen=not has_frozen)
-    trained = peft_models.train(Form(untied_llama, keys), tmp_path, run)
+    trained = peft_models.train(Form(untied_llama, keys), tmp_path, WITHOUT_FROZEN)
     shutil.copy(trained.base / "config.json", trained.checkpoint)
-    check_merge(trained, tmp_path / "out", *(() if has_frozen else ("--base", trained.base)))
+    check_merge(trained, tmp_path / "out", "--base", trained.base)
     assert is_tied(tmp_path / "out") is False
 
 

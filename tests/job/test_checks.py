@@ -1,22 +1,18 @@
-"""Damage that fits in length, and remarkable values: found, told whole, allowed by name."""
+"""Damage that fits in length, and remarkable values: found, reported, allowed by name."""
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 import zexport
 from tests.support.checkpoints import Model, Run, edit, save, values
-from tests.support.expert_checkpoints import rewrite
 from tests.support.exports import manifest_of
 from tests.support.oracles import cast, differences
 from tests.support.real_cases import copied, file_of
@@ -29,7 +25,6 @@ from zexport import (
     FindingKind,
     NameLayout,
 )
-from zexport.cli.main import cli
 
 _MEMORY = ExportOptions(layout=NameLayout.MEMORY)
 _SMALL = Model([{"w": values((50,), 1)}], buffers={"b": torch.ones(2)})
@@ -61,7 +56,7 @@ def _refused(root: Path, out: Path, options: ExportOptions = _MEMORY) -> Checkpo
     return caught.value
 
 
-# --- what is refused unless it is allowed ---
+# --- refused unless allowed ---
 
 
 def _train(state: State) -> None:
@@ -90,14 +85,13 @@ def test_master_weights_of_another_step_are_refused(
     name: str, changed: str, change: Edit, named: str, tmp_path: Path
 ) -> None:
     root, out = copied(name, tmp_path), tmp_path / "out"
-    rewrite(file_of(root, changed), change)
+    edit(file_of(root, changed), change)
     assert "--allow cast-mismatch" in str(_refused(root, out))
     options = _allowing(FindingKind.CAST_MISMATCH, FindingKind.REPLICA_MISMATCH)
     report = zexport.consolidate(root, out, options)
-    told = [one for one in report.findings if one.kind is FindingKind.CAST_MISMATCH]
-    assert told
-    assert all(one.accepted and one.count for one in told)
-    assert any(named in one.detail for one in told)
+    found = [one for one in report.findings if one.kind is FindingKind.CAST_MISMATCH]
+    assert all(one.accepted and one.count for one in found)
+    assert any(named in one.detail for one in found)
     recorded = {(one["kind"], one["accepted"]) for one in manifest_of(out)["findings"]}
     assert recorded == {(one.kind.value, one.accepted) for one in report.findings}
     assert zexport.verify_export(out, against=root).ok
@@ -123,30 +117,13 @@ def test_mixed_rank_files_are_refused_unless_allowed(
     change(root, tmp_path / "other")
     error = _refused(root, out)
     assert error.finding is kind
-    assert error.hint.endswith(f"all the same with --allow {kind.value}")
+    assert error.hint.endswith(f"--allow {kind.value}")
     (found,) = zexport.consolidate(root, out, _allowing(kind)).findings
     assert (found.kind, found.accepted) == (kind, True)
-    assert str(tmp_path) not in (out / "zexport_manifest.json").read_text()
     assert differences(load_file(out / "model.safetensors"), _SMALL.tensors) == []
 
 
-def test_replicas_that_differ_are_refused_unless_allowed(tmp_path: Path) -> None:
-    root = copied("tp2_z1_w2_bf16_tied", tmp_path)
-    for rank in (0, 1):
-
-        def change(state: State, value: float = rank) -> None:
-            state["module"]["extra"] = torch.full((2,), value)
-            state["buffer_names"].append("extra")
-
-        rewrite(file_of(root, f"mp_rank_0{rank}_model*"), change)
-    assert _refused(root, tmp_path / "out").finding is FindingKind.REPLICA_MISMATCH
-    report = zexport.consolidate(root, tmp_path / "out", _allowing(FindingKind.REPLICA_MISMATCH))
-    told = {one.tensor: one for one in report.findings if one.kind is FindingKind.REPLICA_MISMATCH}
-    assert told["extra"].accepted
-
-
-@pytest.mark.parametrize("rank", range(3))
-@pytest.mark.parametrize("place", [0, -1])
+@pytest.mark.parametrize(("rank", "place"), [(0, 0), (1, -1), (2, -1)])
 def test_samples_reach_every_partition_of_a_weight(rank: int, place: int, tmp_path: Path) -> None:
     model = Model([{"w": values((3, 10_000), 1)}], dtype=torch.float16)
     root = save(model, Run(stage=2, world_size=3), tmp_path / "ckpt")
@@ -174,56 +151,7 @@ def test_full_check_compares_every_element(tmp_path: Path) -> None:
         zexport.verify_export(tmp_path / "sampled", against=root, check=CheckMode.FULL)
 
 
-def test_command_line_takes_kinds_and_lists_them(tmp_path: Path) -> None:
-    root = save(_SMALL, Run(), tmp_path / "ckpt")
-    _of_another_step(root, tmp_path)
-    words = ["consolidate", str(root), str(tmp_path / "out"), "--json"]
-    unknown = CliRunner().invoke(cli, [*words, "--allow", "anything"])
-    assert unknown.exit_code == 2
-    listed = {kind for kind in FindingKind if f"'{kind.value}'" in unknown.output}
-    assert listed == {kind for kind in FindingKind if kind.is_refused}
-    done = CliRunner().invoke(cli, [*words, "--allow", "nan", "--allow", "mixed-steps"])
-    assert done.exit_code == 0, done.output
-    told = json.loads(done.stdout)
-    assert told["options"]["allow"] == ["mixed-steps", "nan"]
-    assert [finding["accepted"] for finding in told["findings"]] == [True]
-
-
-# --- never allowed ---
-
-
-def _shorten(state: State) -> None:
-    flats = _flats(state)
-    flats[0] = flats[0][:-4].clone()
-
-
-def _reorder(state: State) -> None:
-    shapes = state["param_shapes"][0]
-    state["param_shapes"][0] = OrderedDict(reversed(shapes.items()))
-
-
-def _reshape(state: State) -> None:
-    shapes = state["param_shapes"][0]
-    name = next(name for name, shape in shapes.items() if len(shape) == 2 and shape[0] != shape[1])
-    shapes[name] = torch.Size(reversed(shapes[name]))
-
-
-@pytest.mark.parametrize(
-    ("name", "pattern", "change", "match"),
-    [
-        ("z2_w2_bf16_tied", "*rank_0_*optim*", _shorten, "add up|wrong length"),
-        ("z3_w2_bf16", "*rank_1_*optim*", _shorten, "add up"),
-        ("z3_w2_bf16", "*rank_1_*model*", _reorder, "list of weights differs"),
-        ("z2_w2_bf16_tied", "mp_rank*model*", _reshape, "not a rounded copy of its master"),
-    ],
-)
-def test_contradictions_in_lengths_types_and_names_are_never_allowed(
-    name: str, pattern: str, change: Edit, match: str, tmp_path: Path
-) -> None:
-    root = copied(name, tmp_path)
-    rewrite(file_of(root, pattern), change)
-    error = _refused(root, tmp_path / "out", _allowing(*FindingKind))
-    assert any(one in error.problem for one in match.split("|"))
+# --- reported ---
 
 
 def _exchange(root: Path) -> None:
@@ -231,24 +159,21 @@ def _exchange(root: Path) -> None:
     paths = [file_of(root, f"*rank_{rank}_mp*optim*") for rank in (0, 1)]
     kept: list[list[torch.Tensor]] = []
     for path in paths:
-        rewrite(path, lambda state: kept.append([*_flats(state)]))
+        edit(path, lambda state: kept.append([*_flats(state)]))
 
     def put(state: State, flats: list[torch.Tensor]) -> None:
         _flats(state)[:] = flats
 
     for path, flats in zip(paths, reversed(kept), strict=True):
-        rewrite(path, lambda state, flats=flats: put(state, flats))
-
-
-# --- what is exported and reported ---
+        edit(path, lambda state, flats=flats: put(state, flats))
 
 
 @pytest.mark.parametrize("is_sure", [True, False])
 def test_gathered_weights_reveal_exchanged_ranks_of_zero3(is_sure: bool, tmp_path: Path) -> None:
-    """They are compared where they are surely this checkpoint's: not beside several tags."""
+    """They are compared only if there is one tag, because they do not record theirs."""
     model = Model([{"w": values((6, 5), 1), "v": values((4,), 2)}], tied={"t": "w"})
     root = save(model, Run(stage=3), tmp_path / "ckpt")
-    weights = {name: value.bfloat16() for name, value in model.masters.items()}
+    weights = {name: value.bfloat16() for name, value in model.trained.items()}
     save_file(weights, root / "model.safetensors")
     assert zexport.consolidate(root, tmp_path / "out", _MEMORY).findings == ()
     _exchange(root)
@@ -257,29 +182,16 @@ def test_gathered_weights_reveal_exchanged_ranks_of_zero3(is_sure: bool, tmp_pat
         (root / "latest").write_text("global_step2")
     findings = zexport.consolidate(root, tmp_path / "wrong", _MEMORY).findings
     found = {(one.kind, one.tensor, one.count, one.accepted) for one in findings}
-    told = {("w", 30), ("v", 4)} if is_sure else set()
-    assert found == {(FindingKind.GATHERED_MISMATCH, *one, False) for one in told}
-
-
-@pytest.mark.parametrize(
-    ("steps", "step", "skipped", "is_told"),
-    [(2, 0.0, 0, True), (2, 2.0, 0, False), (2, 4.0, 0, True), (7, 4.0, 3, False)],
-)
-def test_optimizer_of_another_step_than_the_model_is_reported(
-    steps: int, step: float, skipped: int, is_told: bool, tmp_path: Path
-) -> None:
-    client = {"skipped_steps": skipped}
-    run = Run(steps=steps, optimizer_step=torch.tensor(step), client_state=client)
-    findings = zexport.consolidate(save(_SMALL, run, tmp_path / "c"), tmp_path / "out").findings
-    assert [one.kind for one in findings] == [FindingKind.STEP_MISMATCH] * is_told
+    differing = {("w", 30), ("v", 4)} if is_sure else set()
+    assert found == {(FindingKind.GATHERED_MISMATCH, *one, False) for one in differing}
 
 
 @pytest.mark.parametrize("dtype", _TORCH)
 def test_remarkable_values_are_counted_and_cast_as_torch_casts(
     dtype: ExportDType, tmp_path: Path
 ) -> None:
-    """In a tensor of many chunks, read by several threads; the module has them rounded to fp16."""
-    big = values((3, 1_234_567), 1)
+    """The tensor has several chunks; the module has its values rounded to fp16."""
+    big = values((3, 412_345), 1)
     big[0, :6] = torch.tensor([float("nan"), float("inf"), -float("inf"), 7e4, -65520.0, 65519.0])
     tiny = torch.cat([torch.full((50,), -1e-9), torch.zeros(20), torch.ones(180)])
     model = Model(
@@ -296,9 +208,9 @@ def test_remarkable_values_are_counted_and_cast_as_torch_casts(
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=0, equal_nan=True)
-    told = {(one.kind.value, one.tensor, one.count, one.accepted) for one in report.findings}
+    counted = {(one.kind.value, one.tensor, one.count, one.accepted) for one in report.findings}
     of_fp16 = {("fp16-overflow", "big", 2, False), ("fp16-underflow", "tiny", 50, False)}
-    assert told == {
+    assert counted == {
         *(("nan", "big", 1, False), ("inf", "big", 2, False), ("nan", "g", 1, False)),
         *(("all-zero", "f", 3, True), ("all-zero", "b", 2, True)),
         *(of_fp16 if dtype is ExportDType.FP16 else ()),

@@ -1,9 +1,10 @@
-"""What an export may make or replace, and what becomes of a folder that it has replaced."""
+"""Which folders an export creates or replaces, and how it replaces them."""
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +14,6 @@ import pytest
 from transformers.trainer_utils import get_last_checkpoint
 
 from tests.support.checkpoints import Run, save, small_model
-from tests.support.forked import typed
 from tests.support.pruning import state_of, trainers_run
 from tests.support.stopping import Job, files
 from tests.torture.faults import RENAMES, SYNCS, Calls, ended, failing, forked, killing, watched
@@ -46,7 +46,7 @@ def _put(out: Path, name: str, content: str = "") -> None:
         (out / name).write_text(content)
 
 
-# --- what may be replaced ---
+# --- which folders are replaced ---
 
 
 @pytest.mark.parametrize(
@@ -70,12 +70,9 @@ def test_model_folder_is_replaced(job: Job, name: str, content: str) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "is_model"),
     [
-        ("thesis.tex", "years", False),
         ("config.json", '{"port": 80}', False),
-        ("figures/1.svg", "<svg/>", False),
         ("figures/.empty/", "", False),
         ("runs/7/optimizer.pt", "work", True),
-        ("1_Pooling/notes.md", "work", True),
     ],
 )
 def test_folder_with_foreign_files_is_not_replaced(
@@ -85,7 +82,7 @@ def test_folder_with_foreign_files_is_not_replaced(
         _put(job.out, "model.safetensors")
     _put(job.out, name, content)
     before = files(job.out)
-    with pytest.raises(OutputError, match="files of neither an export nor a model") as caught:
+    with pytest.raises(OutputError, match="neither an export nor a model") as caught:
         job.run()
     assert caught.value.found == name.rstrip("/")
     assert files(job.out) == before
@@ -93,88 +90,56 @@ def test_folder_with_foreign_files_is_not_replaced(
     assert job.left() == {"out"}
 
 
-def _spoil(path: Path, end: bytes) -> None:
-    path.write_bytes(path.read_bytes()[:-1] + end)
-
-
-def _add(path: Path) -> None:
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("mine")
-
-
-_EDITS: dict[str, tuple[str, Callable[[Path], object]]] = {
-    "added": ("notes.txt", _add),
-    "missing": ("README.md", Path.unlink),
-    "another digest": ("config.json", lambda path: _spoil(path, b"?")),
-    "other weights": ("model.safetensors", lambda path: _spoil(path, b"\xab")),
-    "manifest": ("zexport_manifest.json", lambda path: path.write_text("{}")),
+_EDITS: dict[str, Callable[[Path], object]] = {
+    "notes.txt": lambda path: path.write_text("mine"),
+    "README.md": Path.unlink,
+    "model.safetensors": lambda path: path.write_bytes(path.read_bytes()[:-1] + b"\xab"),
+    "zexport_manifest.json": lambda path: path.write_text("{}"),
 }
 
 
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("exported") / "out"
-    consolidate(FIXTURE / "ckpt", out)
-    return out
+@pytest.mark.parametrize("name", _EDITS)
+def test_edited_export_is_never_replaced(job: Job, name: str) -> None:
+    job.run()
+    _EDITS[name](job.out / name)
+    before = state_of(job.out)
+    with pytest.raises(OutputError, match=re.escape(name)):
+        job.run()
+    assert state_of(job.out) == before
 
 
-@pytest.mark.parametrize("edit", _EDITS)
-def test_overwrite_never_replaces_an_edited_export(
-    exported: Path, tmp_path: Path, edit: str
-) -> None:
-    """A copy keeps its times, as `cp -a` does; an edit gives another one."""
-    out = shutil.copytree(exported, tmp_path / "out")
-    name, act = _EDITS[edit]
-    act(out / name)
-    before = state_of(out)
-    done = typed("consolidate", FIXTURE / "ckpt", out, "--overwrite")
-    assert done.returncode == OutputError.exit_code
-    assert name in done.stderr
-    assert "remove the folder" in done.stderr
-    assert state_of(out) == before
-
-
-def test_export_edited_during_the_work_is_not_replaced(exported: Path, tmp_path: Path) -> None:
-    out = shutil.copytree(exported, tmp_path / "out")
-    plan = plan_export(open_checkpoint(FIXTURE / "ckpt"), out, ExportOptions(overwrite=True))
+def test_export_edited_during_the_run_is_not_replaced(job: Job) -> None:
+    job.run()
+    plan = plan_export(open_checkpoint(job.source), job.out, job.options)
     with pytest.raises(OutputError, match=r"notes\.txt was added"):
-        run(plan, confirm=lambda: _add(out / "notes.txt"))
-    assert (out / "notes.txt").read_text() == "mine"
+        run(plan, confirm=lambda: _put(job.out, "notes.txt", "mine"))
+    assert (job.out / "notes.txt").read_text() == "mine"
 
 
-@pytest.mark.parametrize("overwrite", [True, False])
-@pytest.mark.parametrize("out", ["home", "home/me", "a/here", "a/here/..", "/", "//"])
+@pytest.mark.parametrize("out", ["home", "a/here", "a/here/..", "/"])
 def test_home_and_working_directory_are_not_replaced(
-    job: Job, monkeypatch: pytest.MonkeyPatch, out: str, overwrite: bool
+    job: Job, monkeypatch: pytest.MonkeyPatch, out: str
 ) -> None:
     top = job.out.parent
-    for place in ("home/me", "a/here"):
-        _put(top / place, "model.safetensors")
+    for folder in ("home/me", "a/here"):
+        _put(top / folder, "model.safetensors")
     monkeypatch.chdir(top / "a" / "here")
     monkeypatch.setenv("HOME", str(top / "home" / "me"))
     before = files(top)
     with pytest.raises(OutputError, match="is or contains"):
-        replace(job, out=top / out).with_options(overwrite=overwrite).run()
+        replace(job, out=top / out).run()
     assert files(top) == before
 
 
-@pytest.mark.parametrize("below", ["", "global_step2", "global_step2/out", ".."])
+@pytest.mark.parametrize("below", ["", "global_step2/out", ".."])
 def test_checkpoint_is_never_replaced(job: Job, below: str) -> None:
     before = files(job.source)
-    with pytest.raises(OutputError, match="would be mixed with the input files"):
+    with pytest.raises(OutputError, match="input files"):
         replace(job, out=job.source / below).run()
     other = shutil.copytree(job.source, job.out)
-    with pytest.raises(OutputError, match="contains a checkpoint, which an export never replaces"):
+    with pytest.raises(OutputError, match="contains a checkpoint"):
         job.run()
     assert files(job.source) == files(other) == before
-
-
-def test_mount_point_is_not_replaced(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    job.out.mkdir()
-    monkeypatch.setattr(os.path, "ismount", lambda path: str(path) == str(job.out))
-    with pytest.raises(OutputError, match="is a mount point"):
-        job.run()
-    assert job.out.is_dir()
 
 
 # --- how it is replaced ---
@@ -190,7 +155,7 @@ def test_empty_folder_is_filled_and_anything_else_is_refused(job: Job) -> None:
         job.run()
     plain.out.unlink()
     _put(plain.out, "mine")
-    with pytest.raises(OutputError, match=r"exists and is not empty\. Choose another name, or"):
+    with pytest.raises(OutputError, match="not empty"):
         plain.run()
     assert files(plain.out) == {"mine": b""}
     assert plain.left() == {"out"}
@@ -205,30 +170,15 @@ def test_symbolic_link_is_followed(job: Job) -> None:
     assert files(real) == whole
 
 
-def test_folder_that_was_filled_meanwhile_is_not_replaced(job: Job) -> None:
+def test_folder_filled_during_the_run_is_not_replaced(job: Job) -> None:
     plan = plan_export(open_checkpoint(job.source), job.out)
     with pytest.raises(OutputError, match="Directory not empty"):
         run(plan, confirm=lambda: _put(job.out, "mine"))
     assert files(job.out) == {"mine": b""}
 
 
-def test_second_export_at_the_same_time_is_refused(job: Job) -> None:
-    told = []
-
-    def second() -> None:
-        assert not job.out.exists()
-        with pytest.raises(OutputError, match="another export is writing this folder") as caught:
-            job.run()
-        told.append(caught.value)
-
-    run(plan_export(open_checkpoint(job.source), job.out), confirm=second)
-    assert told
-    assert job.left() == {"out"}
-    assert (job.out / "model.safetensors").exists()
-
-
 def _older(job: Job) -> dict[str, bytes]:
-    """Put an older model in the output's place; its files."""
+    """Put an older model into the output folder; return its files."""
     shutil.rmtree(job.out, ignore_errors=True)
     _put(job.out, "model.safetensors", "old")
     _put(job.out, "1_Pooling/config.json", "old")
@@ -243,8 +193,8 @@ def test_replacement_that_fails_keeps_the_old_folder(
     whole, old = job.made(), _older(job)
     with watched(Calls()) as counted:
         job.run()
-    refused = 0
-    for at in range(1, sum(counted.counts[name] for name in names) + 1):
+    refused, count = 0, sum(counted.counts[name] for name in names)
+    for at in range(1, count + 1, 1 if names is RENAMES else 3):
         _older(job)
         try:
             with watched(failing(names, at, number, times=1)):
@@ -263,14 +213,14 @@ def test_replacement_that_is_killed_leaves_the_old_folder_or_the_new_one(job: Jo
     with watched(Calls()) as calls:
         job.run()
     found = set()
-    for at in range(calls.counts.total() - 24, calls.counts.total() + 1):
+    for at in range(calls.counts.total() - 24, calls.counts.total() + 1, 2):
         _older(job)
         ended(forked(job.run, killing(at)))
         there = job.out if job.out.exists() else job.out.with_name("out.replaced")
         assert files(there) in (old, whole)
         found.add((there.name, files(there) == old))
         if files(there) == old:
-            with pytest.raises(OutputError, match="exists and is not empty"):
+            with pytest.raises(OutputError, match="not empty"):
                 job.with_options(overwrite=False).run()
             assert files(job.out) == old
         job.run()
@@ -279,9 +229,7 @@ def test_replacement_that_is_killed_leaves_the_old_folder_or_the_new_one(job: Jo
     assert found == {("out", True), ("out", False), ("out.replaced", True)}
 
 
-def test_files_their_folder_and_its_name_are_on_the_disk_in_the_end(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_folder_and_name_are_flushed(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []
 
     def noted(sync: Callable[[int], None]) -> Callable[[int], None]:
@@ -300,25 +248,22 @@ def test_files_their_folder_and_its_name_are_on_the_disk_in_the_end(
     assert synced.index(str(job.out.parent)) > max(map(synced.index, made))
 
 
-# --- among a run's checkpoints ---
+# --- in the folder of a run ---
 
 
 def test_no_training_resumes_from_an_export(tmp_path: Path) -> None:
-    """transformers' own function is the oracle of what it takes for a checkpoint."""
-    top, step = tmp_path / "run", open_checkpoint(FIXTURE / "ckpt").global_steps
+    """transformers' own function is the oracle."""
+    top = tmp_path / "run"
     source = trainers_run(top)
     for name in ("checkpoint-5", "checkpoint-007"):
-        with pytest.raises(OutputError, match="training would resume from it"):
+        with pytest.raises(OutputError, match="resume"):
             consolidate(source, top / name)
-    (warning,) = _of_runs(consolidate(source, top / "checkpoint-4-hf"))
-    assert warning.startswith("checkpoint-4-hf is in the folder of a run: its Trainer counts")
-    assert not _of_runs(consolidate(source, top / "hf-checkpoint-4"))
+    assert _warns_of_trainer(consolidate(source, top / "checkpoint-4-hf"))
+    assert not _warns_of_trainer(consolidate(source, top / "hf-checkpoint-4"))
     assert get_last_checkpoint(top) == str(top / "checkpoint-4")
-    assert not _of_runs(reshard(FIXTURE / "ckpt", tmp_path / f"checkpoint-{step}", world_size=3))
-    (warning,) = _of_runs(reshard(FIXTURE / "ckpt", top / "checkpoint-99", world_size=3))
-    assert "resumes from it" in warning
+    assert _warns_of_trainer(reshard(FIXTURE / "ckpt", top / "checkpoint-99", world_size=3))
     assert get_last_checkpoint(top) == str(top / "checkpoint-99")
 
 
-def _of_runs(report: ExportReport) -> list[str]:
-    return [one for one in report.warnings if "is in the folder of a run" in one]
+def _warns_of_trainer(report: ExportReport) -> bool:
+    return any("save_total_limit" in one for one in report.warnings)

@@ -1,10 +1,8 @@
-"""Exports by a Ray cluster of this machine: the bytes of one process, whatever befalls a worker."""
+"""``--ray``: the bytes of one process, even if a worker is lost."""
 
 from __future__ import annotations
 
 import os
-import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.cli import run
 from zexport import MissingExtraError, UsageError
-from zexport.cli.main import cli
 from zexport.filenames import MANIFEST_NAME
 
 ROOT = Path(__file__).parents[2]
@@ -24,27 +22,29 @@ LIMIT_S = 180
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3 * LIMIT_S)]
 
-_BEFALLEN = """
+_FAULTS = """
 import errno, os, signal, time
 pwrite, mine = os.pwrite, []
-def befallen(*args):
+def faulty(*args):
     if b"ray::" in open("/proc/self/cmdline", "rb").read():
-        try:
-            os.close(os.open(os.environ["TEST_MARK"], os.O_CREAT | os.O_EXCL))
-            mine.extend(range(7))
-        except FileExistsError:
-            pass
-        if mine and mine.pop() >= 0:
-            kind = os.environ["TEST_KIND"]
+        for kind in os.environ["TEST_KINDS"].split():
+            try:
+                os.close(os.open(f"{os.environ['TEST_MARK']}-{kind}", os.O_CREAT | os.O_EXCL))
+                mine.extend([kind] * 7)
+                break
+            except FileExistsError:
+                pass
+        if mine:
+            kind = mine.pop()
             if kind == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             if kind == "stale":
                 raise OSError(errno.ESTALE, "Stale file handle")
             time.sleep(600)
     return pwrite(*args)
-os.pwrite = befallen
+os.pwrite = faulty
 """
-"""The first worker that writes is killed, is refused seven times, or hangs."""
+"""A worker that writes is killed, one is refused seven times, or one hangs."""
 
 
 def _files(folder: Path) -> dict[str, bytes]:
@@ -60,9 +60,9 @@ def _typed(*words: object, **environment: str) -> subprocess.Popen[str]:
 
 
 def _ended(process: subprocess.Popen[str], code: int = 0) -> str:
-    said = process.communicate(timeout=LIMIT_S)[1]
-    assert process.returncode == code, said
-    return said
+    stderr = process.communicate(timeout=LIMIT_S)[1]
+    assert process.returncode == code, stderr
+    return stderr
 
 
 @pytest.fixture(scope="module")
@@ -73,39 +73,27 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     return _files(out)
 
 
-def test_lines_of_the_page_make_what_one_process_makes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    page = (ROOT / "docs" / "large.md").read_text(encoding="utf-8")
-    section = page.partition("\n## Ray\n")[2].partition("\n## ")[0]
-    lines = re.findall(r"^zexport (.*) --ray auto$", section, re.MULTILINE)
-    shutil.copytree(CKPT, tmp_path / "run" / "checkpoint-1000")
-    monkeypatch.chdir(tmp_path)
-    for line in lines:
-        words = line.split()
-        _ended(_typed(*words, "--ray", "local"))
-        _ended(_typed(*words[:2], "whole", *words[3:]))
-        assert _files(Path(words[2])) == _files(Path("whole"))
-        shutil.rmtree("whole")
-    assert len(lines) == 2
+def test_ray_reshards_as_one_process(tmp_path: Path) -> None:
+    _ended(_typed("reshard", CKPT, tmp_path / "ray", "-n", 3, "--ray", "local"))
+    _ended(_typed("reshard", CKPT, tmp_path / "one", "-n", 3))
+    assert _files(tmp_path / "ray") == _files(tmp_path / "one")
 
 
-def _befallen(kind: str, tmp_path: Path) -> tuple[subprocess.Popen[str], Path]:
-    """Start an export of which one worker is befallen; return it, and what exists once it is."""
-    (tmp_path / "sitecustomize.py").write_text(_BEFALLEN)
+def _started_with_faults(kinds: str, tmp_path: Path) -> tuple[subprocess.Popen[str], Path]:
+    """Start an export with faulty workers; return it, and the start of the files they leave."""
+    (tmp_path / "sitecustomize.py").write_text(_FAULTS)
     path, mark = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}", tmp_path / "mark"
     words = ("consolidate", CKPT, tmp_path / "model", "--ray", "local", "--jobs", 1)
-    started = _typed(*words, PYTHONPATH=path, TEST_KIND=kind, TEST_MARK=str(mark))
+    started = _typed(*words, PYTHONPATH=path, TEST_KINDS=kinds, TEST_MARK=str(mark))
     return started, mark
 
 
-@pytest.mark.parametrize("kind", ["killed", "stale"])
-def test_share_of_a_lost_or_faltering_worker_is_written_again(
-    kind: str, whole: dict[str, bytes], tmp_path: Path
+def test_parts_of_lost_and_failing_workers_are_written_again(
+    whole: dict[str, bytes], tmp_path: Path
 ) -> None:
-    process, mark = _befallen(kind, tmp_path)
+    process, mark = _started_with_faults("killed stale", tmp_path)
     _ended(process)
-    assert mark.exists()
+    assert all(mark.with_name(f"mark-{kind}").exists() for kind in ("killed", "stale"))
     assert _files(tmp_path / "model") == whole
 
 
@@ -123,9 +111,9 @@ def _tasks(mark: Path) -> list[Path]:
 def test_interrupt_leaves_no_task_and_a_rerun_continues(
     whole: dict[str, bytes], tmp_path: Path
 ) -> None:
-    process, mark = _befallen("hangs", tmp_path)
+    process, mark = _started_with_faults("hangs", tmp_path)
     deadline = time.monotonic() + LIMIT_S
-    while not mark.exists():
+    while not mark.with_name("mark-hangs").exists():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -143,8 +131,8 @@ def test_missing_ray_and_missing_cluster_are_refused(
 ) -> None:
     words = ["consolidate", str(CKPT), str(tmp_path / "model"), "--ray", "auto"]
     with pytest.raises(UsageError, match="Ray cluster"):
-        cli.main(words, standalone_mode=False)
+        run(*words).or_raise()
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingExtraError, match=r"\[ray\]"):
-        cli.main(words, standalone_mode=False)
+        run(*words).or_raise()
     assert not [*tmp_path.iterdir()]

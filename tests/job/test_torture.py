@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.stopping import Job
-from tests.torture.commands import Export, killed_at_random, make_checkpoint
 from tests.torture.faults import Calls, watched
 from tests.torture.kills import count_calls, killed_at, killed_workers
 from tests.torture.refusals import ALWAYS, FAULTS, Fault, every_fault
@@ -63,25 +60,3 @@ def test_source_that_changes_while_it_is_read_is_refused(job: Job, change: str) 
     with watched(calls), pytest.raises(DamagedCheckpointError, match=r"changed|too early|bytes"):
         job.run()
     assert not job.left()
-
-
-def test_commands_ended_at_random_moments_leave_all_or_nothing(tmp_path: Path) -> None:
-    checkpoint = make_checkpoint(tmp_path / "ckpt", 1e6)
-    export = Export(checkpoint, tmp_path / "out", shard_size="1MB")
-    found = killed_at_random(export, 3, seed=1)
-    assert sum(found[name] for name in ("whole", "resumed", "begun anew")) == 3
-
-
-def test_ignored_hangup_does_not_end_an_export(tmp_path: Path) -> None:
-    """As under nohup."""
-    script = (
-        "import os, signal, sys\n"
-        "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
-        "from zexport.cli.main import main\n"
-        "def hang_up(*_, **__): os.kill(os.getpid(), signal.SIGHUP)\n"
-        "os.statvfs = lambda path, whole=os.statvfs: (hang_up(), whole(path))[1]\n"
-        "main()\n"
-    )
-    words = ("consolidate", FIXTURES / "z3_w2_bf16" / "ckpt", tmp_path / "out", "--quiet")
-    subprocess.run([sys.executable, "-c", script, *map(str, words)], check=True, timeout=60)
-    assert (tmp_path / "out").is_dir()

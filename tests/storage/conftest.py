@@ -1,11 +1,10 @@
-"""Places that zexport reads and writes: a folder on a disk, or a prefix of a bucket."""
+"""Storages for tests: a local folder, or a prefix of a bucket."""
 
 from __future__ import annotations
 
 import os
 import re
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -17,9 +16,7 @@ import pytest
 
 import zexport
 from tests.support.buckets import BUCKET, EMULATORS, REFUSED, Request, Server, serving
-
-_REMEMBERED_S = 1.1
-"""zexport may use a listing of its own for a second."""
+from tests.support.refusing import forget_listings
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -29,7 +26,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 class Local:
-    """A folder on a disk. What a test plans are failures of ``os.pwrite``."""
+    """A local folder; faults are failures of ``os.pwrite``."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -68,7 +65,7 @@ class Local:
 
 
 class Bucket:
-    """A prefix of a bucket. What a test plans are answers to requests."""
+    """A prefix of a bucket; faults are answers to requests."""
 
     def __init__(self, server: Server, prefix: str) -> None:
         self.server = server
@@ -85,11 +82,11 @@ class Bucket:
 
     def write(self, name: str, content: bytes) -> None:
         obstore.put(self.server.store, f"{self.prefix}/{name}", content)
-        time.sleep(_REMEMBERED_S)
+        forget_listings()
 
     def remove(self, name: str) -> None:
         obstore.delete(self.server.store, f"{self.prefix}/{name}")
-        time.sleep(_REMEMBERED_S)
+        forget_listings()
 
     @contextmanager
     def full_after(self, writes: int) -> Iterator[None]:
@@ -125,7 +122,7 @@ def running() -> Iterator[Running]:
 
 
 def _used(server: Server, patch: pytest.MonkeyPatch) -> Server:
-    """Have zexport use a server without faults, and give up after two retries."""
+    """Let zexport use a server without faults, and give up after two retries."""
     for name, value in server.environment.items():
         patch.setenv(name, value)
     from_url: Any = obstore.store.from_url
@@ -138,7 +135,7 @@ def _used(server: Server, patch: pytest.MonkeyPatch) -> Server:
     patch.setattr(obstore.store, "from_url", impatient)
     server.fault = lambda _: None
     server.requests.clear()
-    zexport.use_storage_options({})  # which makes its clients again
+    zexport.use_storage_options({})  # creates new clients
     return server
 
 

@@ -1,15 +1,13 @@
-"""What holds of every storage: the same bytes, and nothing half-made, whatever fails meanwhile."""
+"""Every storage: equal bytes, and nothing half-made after a failure."""
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import subprocess
 import sys
 import zlib
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,12 +52,12 @@ def on_3(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 
 def _weights(found: dict[str, bytes]) -> dict[str, bytes]:
-    """All but the manifest, which records when the source was written."""
+    """All files except the manifest, which records times of the sources."""
     return {name: content for name, content in found.items() if name != MANIFEST_NAME}
 
 
 def _leaves_nothing(place: Place, name: str = "out") -> None:
-    """Nothing looks complete, whatever the unfinished work is kept in."""
+    """Nothing looks complete."""
     if isinstance(place, Local):
         assert not Path(place.at(name)).exists()
     assert MANIFEST_NAME not in place.files(name)
@@ -79,7 +77,7 @@ def test_export_into_a_storage_equals_export_on_a_disk(
     assert _weights(place.files("far")) == _weights(files(tmp_path / "near")) == _weights(whole)
     assert zexport.verify_export(out, against=run).ok
     assert zexport.verify_export(place.at("far"), against=far).ok
-    assert zexport.diff_models(out, tmp_path / "near").verdict.cause is zexport.Cause.NONE
+    assert zexport.diff_models(out, tmp_path / "near").is_equal
     with pytest.raises(OutputError, match="exists and is not empty"):
         zexport.consolidate(run, out, SHARDS)
     assert place.files("out") == whole
@@ -99,20 +97,6 @@ def test_resharding_into_a_storage_equals_resharding_on_a_disk(
     assert place.files("out") == on_3
 
 
-def test_base_model_is_read_from_a_storage(place: Place, tmp_path: Path) -> None:
-    model = Model([{"w": values((64, 48), 1)}], {"f": values((5,), 2)})
-    whole, lacking = (
-        save(model, Run(stage=2, exclude_frozen=is_lacking), tmp_path / f"run{is_lacking}")
-        for is_lacking in (False, True)
-    )
-    zexport.consolidate(whole, tmp_path / "base")
-    base = place.put(tmp_path / "base", "base")
-    zexport.consolidate(lacking, place.at("out"), ExportOptions(base=base))  # type: ignore[arg-type]
-    weights = (tmp_path / "base" / "model.safetensors").read_bytes()
-    assert place.files("out")["model.safetensors"] == weights
-    assert zexport.verify_export(place.at("out"), against=lacking, base=base).ok
-
-
 # --- parts ---
 
 
@@ -121,7 +105,7 @@ def _part(run: Path | str, place: Place, number: int, count: int = 3, **other: A
     return zexport.consolidate_part(run, place.at("out"), zexport.Share(number, count), options)
 
 
-def test_parts_make_what_one_process_makes(
+def test_parts_write_what_one_process_writes(
     place: Place, run: Path, whole: dict[str, bytes]
 ) -> None:
     with place.full_after(1), pytest.raises(OutputError):
@@ -136,37 +120,22 @@ def test_parts_make_what_one_process_makes(
     _leaves_nothing(place)
     assert isinstance(_part(run, place, 2), zexport.ExportReport)
     assert place.files("out") == whole
-    _part(run, place, 2)  # which is compared with what is there
+    _part(run, place, 2)
     assert place.files("out") == whole
-
-
-def test_parts_never_mix_files_that_changed_between_them(
-    place: Place, run: Path, tmp_path: Path
-) -> None:
-    first, second = (f'{{"model": {{}}, "added_tokens": []{end}' for end in ("}", " }"))
-    (base := tmp_path / "base").mkdir()
-    (base / "tokenizer.json").write_text(first)
-    _part(run, place, 1, 2, base=base)
-    (base / "tokenizer.json").write_text(second)
-    with suppress(ZexportError):
-        _part(run, place, 2, 2, base=base)
-    found = place.files("out")
-    assert MANIFEST_NAME not in found or found["tokenizer.json"] == first.encode()
 
 
 # --- interruptions ---
 
 
-def _consolidated(place: Place, run: Path, **how: Any) -> Any:
-    return zexport.consolidate(run, place.at("out"), SHARDS, **how)
+def _consolidated(place: Place, run: Path) -> None:
+    zexport.consolidate(run, place.at("out"), SHARDS)
 
 
-def _resharded(place: Place, _: Path, **how: Any) -> Any:
-    return zexport.reshard(RANKS, place.at("out"), ON_3, **how)
+def _resharded(place: Place, _: Path) -> None:
+    zexport.reshard(RANKS, place.at("out"), ON_3)
 
 
-@pytest.mark.parametrize("act", [_consolidated, _resharded])
-@pytest.mark.parametrize("writes", [0, 2, 5])
+@pytest.mark.parametrize(("act", "writes"), [(_consolidated, 3), (_resharded, 0)])
 def test_refused_write_leaves_nothing_that_looks_complete(
     act: Callable[..., Any],
     writes: int,
@@ -187,25 +156,6 @@ def test_refused_write_leaves_nothing_that_looks_complete(
     assert place.files("out") == (whole if act is _consolidated else on_3)
 
 
-@pytest.mark.parametrize("act", [_consolidated, _resharded])
-def test_rerun_keeps_finished_files(
-    act: Callable[..., Any],
-    place: Place,
-    run: Path,
-    whole: dict[str, bytes],
-    on_3: dict[str, bytes],
-) -> None:
-    def interrupt(one: zexport.Progress) -> None:
-        if one.nbytes_done == one.nbytes_total > 0:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        act(place, run, progress=interrupt)
-    _leaves_nothing(place)
-    assert len(act(place, run).resumed) > 0
-    assert place.files("out") == (whole if act is _consolidated else on_3)
-
-
 _KILLED = """
 import os, signal
 pwrite, left = os.pwrite, [None] * 4
@@ -219,6 +169,7 @@ os.pwrite = killed
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("place", ["local", EMULATORS[0]], indirect=True)
 def test_interrupted_command_leaves_nothing_and_a_rerun_finishes(
     number: int, code: int, place: Place, run: Path, whole: dict[str, bytes], tmp_path: Path
 ) -> None:
@@ -254,30 +205,13 @@ def test_interrupted_command_leaves_nothing_and_a_rerun_finishes(
     assert place.files("out") == whole
 
 
-def test_command_ends_with_one_sentence(place: Place, run: Path) -> None:
-    """A folder may take 300 kB, or a store no third shard."""
-    out = place.at("out")
-    words = [sys.executable, "-m", "zexport", "consolidate", str(run), out, "-q", "--json"]
-    if isinstance(place, Local):
-        words = ["bash", "-c", 'ulimit -f 300; exec "$@"', "bash", *words]
-    else:
-        place.server.fault = lambda one: REFUSED if one.writes("model.safetensors") else None
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 6
-    assert done.stderr.count("\n") == 1
-    assert done.stderr.startswith(f"Error: {out}")
-    assert '"kind": "output"' in done.stdout
-    _leaves_nothing(place)
-
-
-@pytest.mark.parametrize("writes", [1, 3])
 def test_interrupted_overwrite_leaves_one_model_or_none(
-    writes: int, place: Place, run: Path, whole: dict[str, bytes], tmp_path: Path
+    place: Place, run: Path, whole: dict[str, bytes], tmp_path: Path
 ) -> None:
     other = save(Model([{"w": values((700, 900), 1)}]), Run(stage=2), tmp_path / "other")
     zexport.consolidate(other, place.at("out"))
     before = place.files("out")
-    with place.full_after(writes), pytest.raises(OutputError):
+    with place.full_after(3), pytest.raises(OutputError):
         zexport.consolidate(run, place.at("out"), OVERWRITE)
     left = {n: c for n, c in place.files("out").items() if not n.startswith(RECEIPTS)}
     assert left == before or MANIFEST_NAME not in left
@@ -285,7 +219,7 @@ def test_interrupted_overwrite_leaves_one_model_or_none(
     assert place.files("out") == whole
 
 
-# --- what others change ---
+# --- changes by others ---
 
 
 def test_foreign_files_are_never_removed(place: Place, run: Path) -> None:
@@ -311,7 +245,7 @@ def test_edited_export_is_not_replaced_and_not_verified(
     assert not zexport.verify_export(place.at("out")).ok
 
 
-def test_source_that_changes_meanwhile_is_not_exported(place: Place, run: Path) -> None:
+def test_source_that_changes_after_planning_is_not_exported(place: Place, run: Path) -> None:
     far = place.put(run, "run")
     plan = zexport.plan_export(zexport.open_checkpoint(far), place.at("out"), SHARDS)
     (path,) = run.rglob("*rank_1*optim_states.pt")
@@ -330,19 +264,14 @@ _RETRY = (("Retry-After", "1"),)
 _PASSING = {
     "500": Answer("500 Internal Server Error", "InternalError"),
     "503": Answer("503 Service Unavailable", "SlowDown", _RETRY),
-    "429": Answer("429 Too Many Requests", "SlowDown", _RETRY),
     "cut": Answer(cut=100),
-    "closed": Answer(is_closed=True),
     "done-500": Answer("500 Internal Server Error", "InternalError", is_done=True),
-    "slow": Answer(after_s=0.3),
+    "slow": Answer(after_s=0.1),
 }
-_CALLS = {"EIO": errno.EIO, "ESTALE": errno.ESTALE, "EINTR": errno.EINTR}
-_STAYING = {
+_LASTING = {
     "403": (REFUSED, "refuses access"),
-    "404": (Answer("404 Not Found", "NoSuchKey"), "no such object"),
     "412": (Answer("412 Precondition Failed", "PreconditionFailed"), "replaced"),
     "503": (_PASSING["503"], "503"),
-    "429": (_PASSING["429"], "429"),
     "cut": (Answer(cut=1000), "cut off|cannot be reached"),
     "short": (Answer(cut=1000, is_short=True), "too short"),
     "closed": (Answer(is_closed=True), "cannot be reached"),
@@ -355,7 +284,7 @@ def _is_chosen(one: Request) -> bool:
 
 
 @pytest.mark.parametrize("fault", _PASSING.values(), ids=_PASSING)
-@pytest.mark.parametrize("place", EMULATORS, indirect=True)
+@pytest.mark.parametrize("place", EMULATORS[:1], indirect=True)
 def test_passing_fault_of_a_store_changes_no_byte(
     fault: Answer, place: Bucket, run: Path, whole: dict[str, bytes]
 ) -> None:
@@ -368,39 +297,17 @@ def test_passing_fault_of_a_store_changes_no_byte(
     assert zexport.verify_export(place.at("out"), against=far).ok
 
 
-@pytest.mark.parametrize("number", _CALLS.values(), ids=_CALLS)
-@pytest.mark.parametrize("place", ["local"], indirect=True)
-def test_passing_fault_of_a_disk_changes_no_byte(
-    number: int, place: Local, run: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def failing(real: Callable[..., int]) -> Callable[..., int]:
-        left = [OSError(number, os.strerror(number))] * 3
-
-        def call(*args: Any) -> int:
-            if left:
-                raise left.pop()
-            return real(*args)
-
-        return call
-
-    far = place.put(run, "run")
-    for name in ("preadv", "pwrite"):
-        monkeypatch.setattr(os, name, failing(getattr(os, name)))
-    zexport.consolidate(far, place.at("out"), SHARDS)
-    assert _weights(place.files("out")) == _weights(whole)
-
-
-@pytest.mark.parametrize(("fault", "told"), _STAYING.values(), ids=_STAYING)
-@pytest.mark.parametrize("place", EMULATORS, indirect=True)
-def test_lasting_fault_of_a_store_is_one_sentence(
-    fault: Answer, told: str, place: Bucket, run: Path
+@pytest.mark.parametrize(("fault", "word"), _LASTING.values(), ids=_LASTING)
+@pytest.mark.parametrize("place", EMULATORS[:1], indirect=True)
+def test_lasting_fault_of_a_store_is_one_error(
+    fault: Answer, word: str, place: Bucket, run: Path
 ) -> None:
     far = place.put(run, "run")
     plan = zexport.plan_export(zexport.open_checkpoint(far), place.at("out"), SHARDS)
     place.server.fault = lambda one: (
         fault if one.method == "GET" and one.key.endswith("optim_states.pt") else None
     )
-    with pytest.raises(CheckpointError, match=told) as caught:
+    with pytest.raises(CheckpointError, match=word) as caught:
         zexport.run_export(plan)
     assert (caught.value.exit_code, caught.value.kind) == (3, "checkpoint")
     assert "\n" not in str(caught.value)

@@ -34,7 +34,7 @@ def saved(server: Server, prefix: str, tmp_path: Path) -> Save:
     return saved
 
 
-def _told(events: list[WatchEvent]) -> list[tuple[EventKind, str]]:
+def _kinds(events: list[WatchEvent]) -> list[tuple[EventKind, str]]:
     return [(one.event, one.checkpoint) for one in events]
 
 
@@ -48,7 +48,7 @@ def test_run_in_a_bucket_is_exported_once_and_looked_at_for_little(
     folders = [saved(step) for step in (2, 4, 6)]
     run, outs, options = f"{out}/run", f"{out}/outs", WatchOptions(once=True, keep=2)
     exported = [(EventKind.EXPORTED, one.name) for one in folders]
-    assert _told([*watch(run, outs, options)]) == [*exported, (EventKind.REMOVED, "checkpoint-2")]
+    assert _kinds([*watch(run, outs, options)]) == [*exported, (EventKind.REMOVED, "checkpoint-2")]
     consolidate(folders[-1], tmp_path / "6")
     weights = (tmp_path / "6" / "model.safetensors").read_bytes()
     assert server.get(f"{prefix}/outs/checkpoint-6")["model.safetensors"] == weights
@@ -56,7 +56,8 @@ def test_run_in_a_bucket_is_exported_once_and_looked_at_for_little(
     assert not server.get(f"{prefix}/outs/checkpoint-2")
     server.requests.clear()
     assert [*watch(run, outs, options)] == []
-    assert len(server.requests) <= 15
+    looks = [one for one in server.requests if not one.key.endswith(".safetensors")]
+    assert len(looks) <= 18  # and shards as new as their manifest are read
 
 
 def test_checkpoint_that_the_run_removes_is_lost_and_never_half_there(
@@ -73,7 +74,7 @@ def test_checkpoint_that_the_run_removes_is_lost_and_never_half_there(
 
     server.fault = remove
     kinds = [(EventKind.LOST, "checkpoint-2"), (EventKind.EXPORTED, "checkpoint-4")]
-    assert _told([*watch(f"{out}/run", f"{out}/outs", ONCE)]) == kinds
+    assert _kinds([*watch(f"{out}/run", f"{out}/outs", ONCE)]) == kinds
     assert not server.get(f"{prefix}/outs/checkpoint-2")
 
 

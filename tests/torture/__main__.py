@@ -14,22 +14,19 @@ import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
-from itertools import chain
 from pathlib import Path
 
-from tests.support.moves import every_move
-from tests.support.pruning import trainers_run
+from tests.support.moves import any_move
 from tests.support.real_cases import FIXTURES
-from tests.support.resharding import Move, departures
+from tests.support.resharding import departures
 from tests.support.stopping import SHARDS, Job, four_shards
 from tests.torture.bucket_kills import every_bucket_kill
 from tests.torture.commands import Export, killed_at_random, make_checkpoint
 from tests.torture.kills import count_calls, killed_at, killed_workers
-from tests.torture.prunings import count_calls as count_prunings_calls
-from tests.torture.prunings import killed_at as pruning_killed_at
+from tests.torture.prunings import killed_prunings, killed_removals
 from tests.torture.refusals import FAULTS, every_fault
 from tests.torture.small_disk import every_size
-from zexport import ReshardOptions, consolidate
+from zexport import ReshardOptions
 
 _MOVES_AT_ONCE = 100
 """Of one group of processes for each number of ranks, which takes long to start."""
@@ -49,28 +46,33 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="zexport-torture-") as scratch:
         folder = Path(scratch)
-        _told("killed before every call of the system", lambda: _every_kill(folder / "kills"))
+        _check("killed before every call of the system", lambda: _every_kill(folder / "kills"))
         resharding = Job(_SOURCE, folder / "resharding" / "out", ReshardOptions(world_size=3))
         for what, job in {
             "folder": four_shards(folder / "parts"),
             "resharding": resharding,
         }.items():
-            _told(
+            _check(
                 f"workers of one {what} killed anywhere",
                 partial(_worker_kills, job, options.kills, options.seed),
             )
-        _told("every call refused, by every fault", lambda: _every_fault(folder / "faults"))
-        _told("disks of every size", lambda: every_size(folder / "disk"))
-        _told("commands ended at random moments", lambda: _random_kills(folder / "random", options))
-        _told("prunings ended before every call", lambda: _every_pruning(folder / "prunings"))
-        _told("training moved to other ranks and stages", lambda: _moves(folder / "moves", options))
-        _told("killed at every request to a bucket", lambda: every_bucket_kill(folder / "bucket"))
-    _told("fuzzers", lambda: _fuzz("tests.fuzz", "--seconds", options.seconds))
-    states = ("tests.fuzz.states", "--plain", "--seconds", 1, "--inputs", options.states)
-    _told("checkpoints of every layout with values exchanged", lambda: _fuzz(*states))
+        _check("every call refused, by every fault", lambda: _every_fault(folder / "faults"))
+        _check("disks of every size", lambda: every_size(folder / "disk"))
+        _check(
+            "commands ended at random moments", lambda: _random_kills(folder / "random", options)
+        )
+        _check("prunings killed anywhere", lambda: f"{killed_prunings(folder / 'prune')} kills")
+        _check("removals killed anywhere", lambda: f"{killed_removals(folder / 'watch')} kills")
+        _check(
+            "training moved to other ranks and stages", lambda: _moves(folder / "moves", options)
+        )
+        _check("killed at every request to a bucket", lambda: every_bucket_kill(folder / "bucket"))
+    _check("fuzzers", lambda: _fuzz("tests.fuzz", "--seconds", options.seconds))
+    states = ("tests.fuzz", "states", "--plain", "--seconds", 1, "--inputs", options.states)
+    _check("checkpoints of every layout with values exchanged", lambda: _fuzz(*states))
 
 
-def _told(name: str, act: Callable[[], str]) -> None:
+def _check(name: str, act: Callable[[], str]) -> None:
     began = time.monotonic()
     found = act()
     print(f"{name}: {found} ({time.monotonic() - began:.0f} s)", flush=True)
@@ -103,36 +105,19 @@ def _random_kills(folder: Path, options: argparse.Namespace) -> str:
     return ", ".join(f"{count} {word}" for word, count in sorted(found.items()))
 
 
-def _every_pruning(folder: Path) -> str:
-    old = trainers_run(folder / "run")
-    consolidate(old, folder / "out")
-    count = count_prunings_calls(old, folder / "out")
-    for at in range(1, count + 1):
-        pruning_killed_at(old, folder / "out", at)
-    return f"{count} kills"
-
-
 def _moves(folder: Path, options: argparse.Namespace) -> str:
-    """Real DeepSpeed saves, loads what was resharded, and trains on, while there is time.
-
-    All moves of a source follow each other, so that it is made once; which comes first is chance.
-    """
-    by_source: dict[str, list[Move]] = {}
-    for move in every_move():
-        by_source.setdefault(repr(move.source), []).append(move)
-    sources = [*by_source.values()]
-    random.Random(options.seed).shuffle(sources)  # noqa: S311 - which ones come first
-    moves = [*chain.from_iterable(sources)]
+    """Real DeepSpeed saves, loads what was resharded, and trains on, while there is time."""
+    chance = random.Random(options.seed)  # noqa: S311 - chooses runs
     began, done = time.monotonic(), 0
-    while done < len(moves) and (done == 0 or time.monotonic() - began < options.seconds):
+    while done == 0 or time.monotonic() - began < options.seconds:
         own = folder / str(done)
         own.mkdir(parents=True)
-        found = departures(moves[done : done + _MOVES_AT_ONCE], own)
+        found = departures([any_move(chance) for _ in range(_MOVES_AT_ONCE)], own)
         if found:
             raise SystemExit("\n".join(f"{move}: {what}" for move, what in found.items()))
         shutil.rmtree(own)
-        done = min(done + _MOVES_AT_ONCE, len(moves))
-    return f"{done} of {len(moves)} went on as if nothing had happened"
+        done += _MOVES_AT_ONCE
+    return f"{done} moves resumed with equal state"
 
 
 def _fuzz(*words: object) -> str:

@@ -20,9 +20,9 @@ _SHARDS = ("--layout", "memory", "--max-shard-size", "1MB")
 
 
 def every_bucket_kill(folder: Path) -> str:
-    """Kill exports, reshardings and parts at each request, before it is done and after.
+    """Kill exports, reshardings and parts before the first write and after each.
 
-    Exports and reshardings are refused each of their requests as well.
+    Other requests change nothing. Exports and reshardings are also refused each request.
     """
     export = four_shards(folder)
     resharding = Job(_REAL, folder, ReshardOptions(world_size=3))
@@ -58,7 +58,7 @@ def _killed(
     again: Callable[[str], object],
     before: Callable[[str], object] | None = None,
 ) -> int:
-    """Kill a command at every request, with what comes before it; how often that was."""
+    """Kill a command after every write, with what comes before it; how often that was."""
 
     def started(prefix: str) -> subprocess.Popen[bytes]:
         command, *options = words
@@ -70,35 +70,40 @@ def _killed(
         before(f"s3://{BUCKET}/{place}/whole")
     server.requests.clear()
     assert started(f"{place}/whole").wait() == 0
-    count, whole = len(server.requests), server.get(f"{place}/whole")
-    for number in range(2 * count):
+    count, whole = sum(map(_is_write, server.requests)), server.get(f"{place}/whole")
+    for number in range(count + 1):
         prefix = f"{place}/{number}"
         if before:
             before(f"s3://{BUCKET}/{prefix}")
-        _kill(server, lambda: started(prefix), number // 2 + 1, is_done=number % 2 == 1)  # noqa: B023
+        server.requests.clear()
+        _kill(server, lambda: started(prefix), number)  # noqa: B023
         left = {n: d for n, d in server.get(prefix).items() if not n.startswith(RECEIPTS)}
         if MANIFEST_NAME in left:
             assert left == whole, f"{prefix}: what looks complete is not"
         if MANIFEST_NAME not in left or before:
             again(f"s3://{BUCKET}/{prefix}")
             assert server.get(prefix) == whole, f"{prefix}: the rerun gave other bytes"
-    return 2 * count
+    return count + 1
 
 
-def _kill(
-    server: Server, start: Callable[[], subprocess.Popen[bytes]], at: int, *, is_done: bool
-) -> None:
-    """Kill a process at a request, before the server does it or after."""
+def _is_write(one: Request) -> bool:
+    return one.method in ("PUT", "POST", "DELETE")
+
+
+def _kill(server: Server, start: Callable[[], subprocess.Popen[bytes]], at: int) -> None:
+    """Kill a process after a number of writes, whose last one is done; at 0, before the first."""
     process: list[subprocess.Popen[bytes]] = []
     seen: list[Request] = []
 
     def kill(one: Request) -> Answer | None:
+        if not _is_write(one):
+            return None
         seen.append(one)
         if len(seen) < at:
             return None
         process[0].kill()
         process[0].wait()
-        return None if is_done and len(seen) == at else Answer()
+        return None if len(seen) == at else Answer()
 
     server.fault = kill
     process.append(start())

@@ -1,4 +1,4 @@
-"""The command itself, ended from outside at any moment: kills at random times, and signals."""
+"""Kill and signal the command at random times."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _INTERRUPTED = 130
 
 @dataclass(frozen=True)
 class Export:
-    """An export by the command, of a checkpoint into a folder, in shards of a size."""
+    """``zexport consolidate`` in a process of its own."""
 
     checkpoint: Path
     out_dir: Path
@@ -37,7 +37,7 @@ class Export:
         )
 
     def finish(self) -> list[str]:
-        """Run to the end; the shards that were taken over."""
+        """Run to the end; return the resumed shards."""
         process = self.start()
         out, err = process.communicate(timeout=LIMIT_S)
         assert process.returncode == 0, err
@@ -46,7 +46,7 @@ class Export:
 
 
 def make_checkpoint(folder: Path, numel: float) -> Path:
-    """A ZeRO-3 checkpoint with values, in a process of its own."""
+    """Write a ZeRO-3 checkpoint in a process of its own."""
     words = ("benchmarks.generate", folder, "--numel", numel, "--stage", 3)
     subprocess.run(
         [sys.executable, "-m", *map(str, words)], check=True, timeout=LIMIT_S, capture_output=True
@@ -55,7 +55,7 @@ def make_checkpoint(folder: Path, numel: float) -> Path:
 
 
 def killed_at_random(export: Export, times: int, seed: int) -> Counter[str]:
-    """Send SIGKILL, SIGTERM, SIGHUP or SIGINT at random moments; what was found how often."""
+    """Send SIGKILL, SIGTERM, SIGHUP or SIGINT at random times; count the outcomes."""
     export.finish()
     whole = files(export.out_dir)
     shutil.rmtree(export.out_dir)
@@ -70,17 +70,17 @@ def killed_at_random(export: Export, times: int, seed: int) -> Counter[str]:
         process = export.start()
         time.sleep(chance.uniform(0, seconds))
         process.send_signal(sent)
-        said, code = process.communicate(timeout=LIMIT_S)[1], process.returncode
-        if code in (0, _INTERRUPTED) or ", in main\n" in said:
-            assert code in (0, _INTERRUPTED), f"{sent.name} ended with {code}: {said}"
-            assert "Traceback" not in said, said
-            lines = [line for line in said.split("\n") if line]
-            assert code == 0 or lines[-1].startswith("Interrupted."), said
+        stderr, code = process.communicate(timeout=LIMIT_S)[1], process.returncode
+        if code in (0, _INTERRUPTED) or ", in main\n" in stderr:
+            assert code in (0, _INTERRUPTED), f"{sent.name} ended with {code}: {stderr}"
+            assert "Traceback" not in stderr, stderr
+            lines = [line for line in stderr.split("\n") if line]
+            assert code == 0 or lines[-1].startswith("Interrupted."), stderr
         if export.out_dir.exists():
             word = "whole"
         else:
             assert code != 0
-            word = "resumed" if export.finish() else "begun anew"
+            word = "resumed" if export.finish() else "restarted"
         assert files(export.out_dir) == whole
         found.update((sent.name, word))
     return found

@@ -1,4 +1,4 @@
-"""The system's calls, counted and made to fail: in this process, at the level of ``os``."""
+"""Count system calls of this process and let them fail, at the level of ``os``."""
 
 from __future__ import annotations
 
@@ -19,19 +19,22 @@ WRITES = ("pwrite", "write", "ftruncate", "posix_fallocate", "open", "mkdir", "u
 SYNCS = ("fsync", "fdatasync")
 RENAMES = ("rename", "replace")
 READS = ("preadv",)
-CALLS = (*WRITES, *SYNCS, *RENAMES, *READS)
+CHANGES = (*WRITES, *SYNCS, *RENAMES, "link", "symlink", "utime")
+CALLS = (*CHANGES, *READS)
 
 
 @dataclass
 class Calls:
-    """What is done at every call: counts it, and lets ``act`` do what it will before it happens.
+    """Counts each call and runs ``act`` before it.
 
     Attributes:
-        act: told the call's name and its number among all calls, from 1.
-        counts: how often each was called.
+        act: gets the call's name and its number among all calls, from 1.
+        names: the calls that count.
+        counts: calls by name.
     """
 
     act: Callable[[str, int], None] = lambda _name, _number: None
+    names: tuple[str, ...] = CALLS
     counts: Counter[str] = field(default_factory=Counter)
     _lock: Lock = field(default_factory=Lock)
 
@@ -44,10 +47,10 @@ class Calls:
 
 @contextmanager
 def watched(calls: Calls) -> Iterator[Calls]:
-    """A block in which the calls go through ``calls``; the pauses between tries are short."""
+    """Route system calls through ``calls`` in the block; shorten pauses between retries."""
     sleep = time.sleep
     with pytest.MonkeyPatch.context() as patch:
-        for name in CALLS:
+        for name in calls.names:
             patch.setattr(os, name, _through(calls, name, getattr(os, name)))
         patch.setattr(time, "sleep", lambda seconds: sleep(min(seconds, 0.001)))
         yield calls
@@ -62,10 +65,7 @@ def _through(calls: Calls, name: str, whole: Callable[..., Any]) -> Callable[...
 
 
 def failing(names: tuple[str, ...], at: int, number: int, *, times: int) -> Calls:
-    """Calls of which the ``at``-th of these names, and so many after it, fail with an errno.
-
-    With 0 for that it is Ctrl-C.
-    """
+    """Fail ``times`` calls of these names from the ``at``-th on, with an errno or (0) Ctrl-C."""
     seen, lock = Counter[str](), Lock()
 
     def act(name: str, _number: int) -> None:
@@ -80,18 +80,18 @@ def failing(names: tuple[str, ...], at: int, number: int, *, times: int) -> Call
     return Calls(act)
 
 
-def killing(at: int) -> Calls:
-    """Calls before the ``at``-th of which the process is gone, as by ``kill -9``."""
+def killing(at: int, names: tuple[str, ...] = CALLS) -> Calls:
+    """Kill the process before its ``at``-th call, as ``kill -9`` does."""
 
     def act(_name: str, number: int) -> None:
         if number == at:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    return Calls(act)
+    return Calls(act, names)
 
 
 def forked(act: Callable[[], object], calls: Calls) -> int:
-    """A process that does ``act`` through ``calls``; it ends with 0 if that ends well."""
+    """Start a process that runs ``act`` through ``calls``; it exits with 0 on success."""
     if child := os.fork():
         return child
     code = 1
@@ -99,12 +99,12 @@ def forked(act: Callable[[], object], calls: Calls) -> int:
         with watched(calls):
             act()
         code = 0
-    except BaseException:  # as Python does with what nobody catches
+    except BaseException:  # printed as Python does
         traceback.print_exc()
     finally:
         os._exit(code)
 
 
 def ended(process: int) -> int:
-    """The exit code of a process, or the negative number of the signal that ended it."""
+    """Return a process's exit code, or the negative signal that ended it."""
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])

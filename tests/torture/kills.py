@@ -1,4 +1,4 @@
-"""Processes that are gone between two of the system's calls, and the runs after them."""
+"""Kill processes before any system call, and run them again."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from tests.support.stopping import Job, files
 from tests.torture.faults import Calls, ended, forked, killing, watched
 
 _CALLS_MAX = 260
-"""Among so many calls a worker is killed; those that make fewer end well."""
+"""Workers are killed before one of these calls."""
 
 
 def count_calls(job: Job) -> Counter[str]:
-    """How often the system is called, by what; nothing is left of it."""
+    """Return how often each system call is made; remove the output."""
     with watched(Calls()) as calls:
         job.made()
     return calls.counts
 
 
 def killed_at(job: Job, at: int, whole: dict[str, bytes]) -> int:
-    """Kill it before its ``at``-th call, then run it; how many shards were taken over."""
+    """Kill the job before a call, run it again; return how many shards were resumed."""
     assert ended(forked(job.run, killing(at))) in (0, -9)
-    taken_over = 0
+    resumed = 0
     if not job.out.exists():
-        taken_over = len(job.run().resumed)
+        resumed = len(job.run().resumed)
     assert files(job.out) == whole, f"killed at {at}: an incomplete folder, or other bytes"
     _clear(job)
-    return taken_over
+    return resumed
 
 
 def killed_workers(
     job: Job, count: int, times: int, seed: int, whole: dict[str, bytes]
 ) -> Counter[str]:
-    """Make a folder by so many workers, again and again; any is killed anywhere, and restarted."""
+    """Write a folder with ``count`` workers repeatedly; kill and restart them at random."""
     chance = Random(seed)  # noqa: S311 - nothing secret
     found: Counter[str] = Counter()
     while found["kills"] < times:
@@ -47,21 +47,23 @@ def killed_workers(
             found["kills"] += len(waiting)
             if job.out.exists():
                 assert files(job.out) == whole, "an incomplete folder has the output's name"
-        assert files(job.out) == whole, "the workers gave other bytes"
+        assert files(job.out) == whole, "the workers wrote other bytes"
         found["folders"] += 1
         _clear(job)
     return found
 
 
 def _started(job: Job, number: int, count: int, chance: Random) -> int:
-    """A process that writes a part, and is killed at a random call or not."""
+    """Start a part; most are killed at a random call."""
     calls = killing(chance.randrange(1, _CALLS_MAX)) if chance.random() < 0.7 else Calls()
     return forked(lambda: job.part(number, count), calls)
 
 
 def _clear(job: Job) -> None:
-    """Remove the output; nothing lies beside it but a lock of a process that was killed."""
-    assert job.left() == {job.out.name}, job.left()
+    """Remove the output, and what a kill after publishing leaves: locks and the journal."""
+    journal = job.partial.with_name(f"{job.partial.name}.journal")
+    assert job.left() <= {job.out.name, journal.name}, job.left()
     shutil.rmtree(job.out)
+    shutil.rmtree(journal, ignore_errors=True)
     for lock in job.out.parent.glob(f"{job.out.name}.*.lock"):
         lock.unlink()

@@ -1,43 +1,80 @@
-"""A pruning that is gone between two of the system's calls, and the next one."""
+"""Kill a pruning, or a watch that removes an export, before calls that change files."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
-from tests.support.pruning import tensors_of
-from tests.torture.faults import Calls, ended, forked, killing, watched
-from zexport import prune
+from tests.support.pruning import AS_STORED, state_of, tensors_of, trainers_run
+from tests.torture.faults import CHANGES, Calls, ended, forked, killing, watched
+from zexport import EventKind, WatchOptions, consolidate, prune, verify_export, watch
+
+_KEEP = WatchOptions(once=True, interval_s=0.2, keep=1)
 
 
-def count_calls(old: Path, out: Path) -> int:
-    """How many of the system's calls a pruning makes; the run is as before."""
-    kept = shutil.copytree(old.parent, old.parent.with_name("kept"), dirs_exist_ok=True)
-    with watched(Calls()) as calls:
-        prune(old, out)
-    _put_back(kept, old.parent)
-    return calls.counts.total()
-
-
-def _put_back(kept: Path, run: Path) -> None:
-    shutil.rmtree(run)
-    shutil.copytree(kept, run)
-
-
-def killed_at(old: Path, out: Path, at: int) -> None:
-    """Kill a pruning before its ``at``-th call, then prune again; the run is as before."""
-    run, scratch = old.parent, out.with_name("scratch")
-    kept = run.with_name("kept")
-    before = tensors_of(old, scratch)
-    assert ended(forked(lambda: prune(old, out), killing(at))) in (0, -9)
+def killed_prunings(folder: Path, step: int = 1) -> int:
+    """Kill before every ``step``-th call, the last first, and prune again; count kills."""
+    old, out, scratch = trainers_run(folder / "run"), folder / "out", folder / "scratch"
+    consolidate(old, out, AS_STORED)
+    tensors, whole = tensors_of(old, scratch), state_of(old)
     pruned = old.with_name(f"pruned-{old.name}")
-    there = [path for path in (old, pruned) if path.exists()]
-    assert len(there) == 1, there
-    assert tensors_of(there[0], scratch) == before
-    prune(old, out)
-    assert not old.exists()
-    left = {path.name for path in run.iterdir()} - {pruned.name, f"{pruned.name}.partial.lock"}
-    assert left == {path.name for path in kept.iterdir()} - {old.name}, left
-    assert tensors_of(pruned, scratch) == before
-    assert prune(pruned, out).nbytes_freed == 0
-    _put_back(kept, run)
+
+    def check_killed() -> None:
+        assert old.exists() or pruned.exists(), "neither name is there"
+        assert not old.exists() or state_of(old) == whole, "a resume finds less than before"
+        assert not pruned.exists() or tensors_of(pruned, scratch) == tensors
+
+    def check_done() -> None:
+        left = {path.name for path in old.parent.iterdir()}
+        assert left <= {"checkpoint-4", pruned.name, f"{pruned.name}.partial.lock"}, left
+        assert tensors_of(pruned, scratch) == tensors
+
+    return _killed(old.parent, lambda: prune(old, out), check_killed, check_done, step)
+
+
+def killed_removals(folder: Path, step: int = 1) -> int:
+    """Kill ``watch --keep 1`` before every ``step``-th call, and watch again; count kills."""
+    run, outs = folder / "run", folder / "outs"
+    trainers_run(run)
+    made = [one.event for one in watch(run, outs, WatchOptions(once=True, interval_s=0.2))]
+    assert made == [EventKind.EXPORTED] * 2
+
+    def remove() -> None:
+        assert {one.event for one in watch(run, outs, _KEEP)} <= {EventKind.REMOVED}
+
+    def check_killed() -> None:
+        for out in outs.glob("checkpoint-*"):
+            assert verify_export(out, against=run / out.name).ok
+
+    def check_done() -> None:
+        assert {path.name for path in outs.iterdir()} == {".zexport-watch", "checkpoint-4"}
+        assert not [*(outs / ".zexport-watch").glob("removed-*")]
+
+    return _killed(outs, remove, check_killed, check_done, step)
+
+
+def _killed(
+    folder: Path,
+    act: Callable[[], object],
+    check_killed: Callable[[], None],
+    check_done: Callable[[], None],
+    step: int,
+) -> int:
+    kept = shutil.copytree(folder, folder.with_name("kept"))
+
+    def put_back() -> None:
+        shutil.rmtree(folder)
+        shutil.copytree(kept, folder)
+
+    with watched(Calls(names=CHANGES)) as calls:
+        act()
+    check_done()
+    points = range(calls.counts.total(), 0, -step)
+    for at in points:
+        put_back()
+        assert ended(forked(act, killing(at, CHANGES))) == -9
+        check_killed()
+        act()
+        check_done()
+    return len(points)

@@ -1,4 +1,4 @@
-"""A system that refuses the n-th call, for every n: for a moment, or for good."""
+"""Refuse the n-th system call, for every n: once, several times, or always."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PASSING = (*_CUT_SHORT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
 
 @dataclass(frozen=True)
 class Fault:
-    """Which calls fail, how, and how often."""
+    """Calls that fail, with which errno, and how often."""
 
     names: tuple[str, ...]
     number: int
@@ -27,13 +27,13 @@ class Fault:
 
     @property
     def passes(self) -> bool:
-        """Whether an export survives it."""
+        """Whether an export succeeds in spite of it."""
         once_only = {*SYNCS, *RENAMES} & {*self.names} and self.number not in _CUT_SHORT
         return self.times < 4 and self.number in _PASSING and not once_only
 
     @property
     def ends(self) -> bool:
-        """Whether no export survives it: bytes that a disk did not take may be gone."""
+        """Whether it must end an export: the disk may have lost bytes."""
         return self.names == SYNCS and self.number not in _CUT_SHORT
 
 
@@ -57,9 +57,9 @@ FAULTS = (
 def every_fault(
     job: Job, fault: Fault, whole: dict[str, bytes], step: int | None = None
 ) -> Iterator[bool]:
-    """Have every ``step``-th call that the fault is about refused; whether it ended the export.
+    """Refuse every ``step``-th call; yield whether that ended the export.
 
-    Without a ``step`` the first one and one half-way.
+    By default, refuse the first call and one in the middle.
     """
     counts = count_calls(job)
     count = sum(counts[name] for name in fault.names)
@@ -68,7 +68,7 @@ def every_fault(
 
 
 def _refused(job: Job, fault: Fault, at: int, whole: dict[str, bytes]) -> bool:
-    """Run with a fault, then without; whether the first run was stopped by it."""
+    """Run with a fault, then without; return whether the first run failed."""
     stopped = False
     calls = failing(fault.names, at, fault.number, times=fault.times)
     try:
@@ -77,14 +77,14 @@ def _refused(job: Job, fault: Fault, at: int, whole: dict[str, bytes]) -> bool:
     except (OutputError, CheckpointError):
         stopped = True
     if stopped:
-        assert not job.out.exists(), f"{fault} at {at}: a folder has the output's name"
+        assert not job.out.exists(), f"{fault} at {at}: the output exists"
         kept = {path.name for path in job.partial.glob("model-*.safetensors")}
-        taken_over = {*job.run().resumed}
-        if "open" not in fault.names:  # without it, nothing can be cleared up
-            assert kept == taken_over, f"{fault} at {at}: something half-made is left"
+        resumed = {*job.run().resumed}
+        if "open" not in fault.names:  # else nothing can be removed
+            assert kept == resumed, f"{fault} at {at}: an unfinished file is left"
     happened = sum(calls.counts[name] for name in fault.names) >= at
-    assert not (stopped and fault.passes), f"{fault} at {at}: was not tried again"
-    assert stopped or not (happened and fault.ends), f"{fault} at {at}: was overlooked"
+    assert not (stopped and fault.passes), f"{fault} at {at}: was not retried"
+    assert stopped or not (happened and fault.ends), f"{fault} at {at}: was ignored"
     assert files(job.out) == whole, f"{fault} at {at}: other bytes"
     shutil.rmtree(job.out)
     return stopped

@@ -1,4 +1,4 @@
-"""A real file system that is too small, where this machine lets us mount one."""
+"""A real file system that is too small, if this machine allows mounts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PAGE = 4096
 
 @contextmanager
 def mounted(folder: Path, nbytes: int) -> Iterator[bool]:
-    """A block in which ``folder`` is a tmpfs of a size; whether the system allowed it."""
+    """Mount a tmpfs on ``folder`` for the block; yield whether the system allows it."""
     folder.mkdir(parents=True, exist_ok=True)
     words = ("mount", "-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", str(folder))
     allowed = subprocess.run(words, check=False, capture_output=True, timeout=30).returncode == 0
@@ -29,10 +29,7 @@ def mounted(folder: Path, nbytes: int) -> Iterator[bool]:
 
 
 def every_size(folder: Path, step: int = 32) -> str:
-    """Export to a disk of every size up to one that is large enough; figures, in words.
-
-    ``step`` is in pages of the system's memory.
-    """
+    """Export to disks of growing size, ``step`` pages apart; describe the results."""
     job = four_shards(folder)
     whole = job.made()
     refused = 0
@@ -40,24 +37,24 @@ def every_size(folder: Path, step: int = 32) -> str:
     for nbytes in sizes:
         with mounted(folder / "mount", nbytes) as allowed:
             if not allowed:
-                return "none: this machine lets us mount nothing"
+                return "none: no permission to mount"
             refused += _refused(replace(job, out=folder / "mount" / "out"), whole)
     assert 0 < refused < len(sizes)
-    return f"{len(sizes)} tmpfs; {refused} too small, each found out before a byte was written"
+    return f"{len(sizes)} tmpfs; {refused} too small, each noticed before a byte was written"
 
 
 def _refused(job: Job, whole: dict[str, bytes]) -> bool:
-    """Whether there was no room; then nothing is left, else the folder is whole."""
+    """Return whether the disk was too small; then nothing may be left."""
     written: list[Progress] = []
     try:
         job.run(progress=written.append)
     except OutputError as error:
-        said = error.problem
+        problem = error.problem
     else:
         assert files(job.out) == whole
         shutil.rmtree(job.out)
         return False
-    assert not written, f"found out after {written}"
-    assert "disk space" in said or "No space left" in said, said
+    assert not written, f"noticed after {written}"
+    assert "disk space" in problem or "No space left" in problem, problem
     assert not list(job.out.parent.iterdir()), "something is left"
     return True

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +17,10 @@ from zexport.export.decide import decide
 from zexport.export.gather import gather
 from zexport.export.job import Job, OnProgress, load
 from zexport.export.overwrite import with_warnings
-from zexport.export.plan import ExportPlan, SideFile
+from zexport.export.plan import ExportPlan, SideFile, share_memory
 from zexport.export.plan_file import Request, seal, unseal
-from zexport.export.report import ExportReport, PartReport
-from zexport.export.run import export, export_part, finish_left
-from zexport.export.stream import read_plainly
-from zexport.export.summary import share_memory
-from zexport.export.write import VerifyMode
+from zexport.export.report import ExportReport, PartReport, VerifyMode
+from zexport.export.run import export_part, run_export
 from zexport.model.hub_cache import model_folder
 from zexport.options import (
     SHARD_NBYTES_MIN,
@@ -67,7 +62,13 @@ def plan_anywhere(
 ) -> ExportPlan:
     """Return the plan of an export without looking at its output folder."""
     if options is not None and options.engine is Engine.DEEPSPEED:
-        _check_local((checkpoint.location.root, place(out_dir), options.base))
+        for path in (checkpoint.location.root, place(out_dir), options.base):
+            if path is not None and not is_local(path):
+                raise UsageError(
+                    "--engine deepspeed only reads and writes local files",
+                    path=path,
+                    hint="Copy the checkpoint to this machine, or leave --engine out",
+                )
     return _with_versions(decide(gather(checkpoint, options), out_dir))
 
 
@@ -96,16 +97,6 @@ def plan_folder(
     return plan_export(checkpoint, out_dir, options)
 
 
-def _check_local(paths: Iterable[Path | None]) -> None:
-    far = [path for path in paths if path is not None and not is_local(path)]
-    if far:
-        raise UsageError(
-            "the deepspeed engine only reads and writes local files",
-            path=far[0],
-            hint="Copy the checkpoint to this machine, or leave --engine out",
-        )
-
-
 def _with_versions(plan: ExportPlan) -> ExportPlan:
     """Return the plan with the versions of the files to copy, so that changes are refused."""
 
@@ -118,72 +109,8 @@ def _with_versions(plan: ExportPlan) -> ExportPlan:
     return structs.replace(plan, side_files=tuple(map(one, plan.side_files)))
 
 
-def run_export(
-    plan: ExportPlan,
-    *,
-    verify: VerifyMode | str = VerifyMode.READBACK,
-    progress: OnProgress | None = None,
-    confirm: Callable[[], object] | None = None,
-) -> ExportReport:
-    """Write the plan's output folder, complete and on the disk, or nothing.
-
-    Args:
-        plan: from ``plan_export`` or ``plan_reshard``.
-        verify: how files are read back before publishing.
-        progress: called at every step.
-        confirm: called once all sources are read; if it raises, nothing is published.
-
-    Raises:
-        OutputError: the folder cannot be written.
-        CheckpointError: a source cannot be read, is damaged, or changed after planning.
-        UnsupportedError: the deepspeed engine cannot rebuild this checkpoint.
-        UnsafeError: the deepspeed engine would run unknown code.
-        VerificationError: a file does not read back as written.
-    """
-    reader = read_plainly
-    if plan.reference is not None:
-        from zexport.export.deepspeed_engine import deepspeed_reader  # noqa: PLC0415 - is slow
-
-        reader = partial(deepspeed_reader, plan)
-    return export(
-        plan,
-        Request((str(place(plan.origin.folder).parent),), {}, follow_symlinks=True),
-        reader=reader,
-        verify=chosen("verify", VerifyMode, verify),
-        progress=progress,
-        confirm=confirm or (lambda: None),
-    )
-
-
 _OWN = ("jobs", "max_memory_nbytes", "overwrite", "base", "adapter_config", "ds_config")
 """Options that may differ between parts: resources, and where a machine sees a path."""
-
-
-def _request(
-    checkpoint: Checkpoint,
-    options: ExportOptions | ReshardOptions,
-    tag: str | None,
-    parts: int | None,
-    *,
-    follow_symlinks: bool,
-) -> Request:
-    """Return what all parts are asked for, and where this one sees it.
-
-    Path and tag are resolved by every part: ``latest`` may name another checkpoint by now.
-    """
-    given = [checkpoint] if isinstance(checkpoint, Path | str) else checkpoint
-    paths = [place(one) for one in given]
-    more = [getattr(options, name, None) for name in ("base", "adapter_config", "ds_config")]
-    if more[0] is not None:
-        more[0] = model_folder(more[0])
-    if tag == NEWEST:
-        location = open_checkpoint(paths, tag=tag, follow_symlinks=follow_symlinks).location
-    else:
-        location = locate(paths[0], tag, follow_symlinks=follow_symlinks)
-    anchors = (location.root, *paths[1:], *(place(one) for one in more if one is not None))
-    choices = {name: one for name, one in values_of(options).items() if name not in _OWN}
-    choices |= {"checkpoint": location.name, "parts": parts}
-    return Request(tuple(str(absolute(one)) for one in anchors), choices, follow_symlinks)
 
 
 def shared_job(
@@ -199,13 +126,25 @@ def shared_job(
 ) -> Job:
     """Return the job of several parts: its sealed plan is loaded, or made by the first.
 
-    Ray has no fixed number of ``parts``.
+    Every part resolves path and tag: ``latest`` may name another checkpoint by now. Ray has no
+    fixed number of ``parts``.
     """
     if isinstance(options, ExportOptions) and options.engine is Engine.DEEPSPEED:
         raise UsageError("--part and --ray need --engine native", found="deepspeed")
-    request = _request(checkpoint, options, tag, parts, follow_symlinks=follow_symlinks)
+    how: dict[str, Any] = {"tag": tag, "follow_symlinks": follow_symlinks}
+    given = [checkpoint] if isinstance(checkpoint, Path | str) else checkpoint
+    paths = [place(one) for one in given]
+    is_newest = tag == NEWEST
+    location = open_checkpoint(paths, **how).location if is_newest else locate(paths[0], **how)
+    more = [getattr(options, name, None) for name in ("base", "adapter_config", "ds_config")]
+    if more[0] is not None:
+        more[0] = model_folder(more[0])
+    anchors = (location.root, *paths[1:], *(place(one) for one in more if one is not None))
+    choices = {name: one for name, one in values_of(options).items() if name not in _OWN}
+    choices |= {"checkpoint": location.name, "parts": parts}
+    request = Request(tuple(str(absolute(one)) for one in anchors), choices, follow_symlinks)
     if (sealed := load(out_dir, request)) is None:
-        opened = open_checkpoint(checkpoint, tag=tag, follow_symlinks=follow_symlinks)
+        opened = open_checkpoint(checkpoint, **how)
         content = seal(plan_folder(opened, out_dir, options), request)
         sealed = unseal(content, out_dir, out_dir, request)
         return Job.of(sealed, verify, progress)
@@ -250,23 +189,6 @@ def consolidate_part(
 reshard_part = consolidate_part
 
 
-def finish_export(
-    out_dir: Path | str,
-    *,
-    verify: VerifyMode | str = VerifyMode.READBACK,
-    progress: OnProgress | None = None,
-) -> ExportReport:
-    """Publish an output whose parts are all written but whose last process died.
-
-    Raises:
-        OutputError: ``out_dir`` has no parts, or some are missing.
-        ZexportError: as ``consolidate`` or ``reshard``.
-    """
-    return finish_left(
-        place(out_dir), verify=chosen("verify", VerifyMode, verify), progress=progress
-    )
-
-
 def export_by_ray(
     address: str,
     checkpoint: Checkpoint,
@@ -287,11 +209,9 @@ def export_by_ray(
     """
     from zexport.export.ray import connected, export_on_cluster  # noqa: PLC0415 - only for --ray
 
-    began = time.monotonic()
     with connected(address):
         job = shared_job(checkpoint, absolute(place(out_dir)), options, verify=verify, **how)
-        done = export_on_cluster(job, options.jobs, progress)
-    return job.plan, structs.replace(done, seconds=time.monotonic() - began)
+        return job.plan, export_on_cluster(job, options.jobs, progress)
 
 
 @checks_arguments

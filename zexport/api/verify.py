@@ -1,4 +1,4 @@
-"""Verify an export, alone or against its checkpoint."""
+"""Verify an export by itself or against its checkpoint."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+from msgspec import structs
 
 from zexport.api.export import plan_anywhere
 from zexport.checkpoint.open import Checkpoint, open_checkpoint
@@ -27,9 +28,8 @@ from zexport.filenames import ADAPTER_CONFIG, CONFIG, MANIFEST_NAME
 from zexport.findings import FindingKind
 from zexport.model.hub_cache import GivenBase, cached_snapshot
 from zexport.options import CheckMode, ExportOptions, checks_arguments
-from zexport.storage.contents import read_json_object
 from zexport.storage.files import exists, is_file, is_folder
-from zexport.storage.json import as_table
+from zexport.storage.json import as_table, read_json_object
 from zexport.storage.location import place
 from zexport.storage.locks import check_finished
 from zexport.storage.os_errors import reading
@@ -77,7 +77,7 @@ def verify_export(
         is_full = check is CheckMode.FULL
         named = {"--base": base, "--adapter-config": adapter_config, "--check": is_full}
         vain = (f"{name} changes nothing without --against" for name in named if named[name])
-        return replace(found, notes=(*found.notes, *vain))
+        return structs.replace(found, notes=(*found.notes, *vain))
     manifest = read_manifest(out_dir)
     checkpoint = _open_source(against, manifest, follow_symlinks=follow_symlinks)
     recorded = None if base else _recorded_base(manifest, checkpoint.location, out_dir)

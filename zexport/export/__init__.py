@@ -1,1 +1,1 @@
-"""Planning an export: all inputs gathered, what is written decided, every output byte placed."""
+"""From a TrainingState to a published, verified folder: gather, decide, write, verify."""

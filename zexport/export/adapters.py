@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from msgspec import Struct
@@ -17,16 +16,21 @@ from zexport.errors import (
     UnsafeError,
     UnsupportedError,
     UsageError,
-    ZexportError,
 )
-from zexport.export.peft_config import DECIDING, AdapterConfig
-from zexport.export.peft_names import PeftName, names_of_adapter, parse_name
+from zexport.export.peft import (
+    KEPT_BY_NAME,
+    PROMPT,
+    AdapterConfig,
+    PeftName,
+    names_of_adapter,
+    parse_name,
+)
 from zexport.export.weights import PEFT_PREFIX, Weights
 from zexport.filenames import ADAPTER_CONFIG
 from zexport.options import AdapterMode, ExportOptions, NameLayout
 from zexport.ranges.dtypes import Shape
-from zexport.storage.contents import read_json_object
 from zexport.storage.files import is_file, matching
+from zexport.storage.json import read_json_object
 from zexport.text import some
 
 _DEFAULT = "default"
@@ -94,7 +98,7 @@ def is_peft(checkpoint: TrainingState, stored: Weights, options: ExportOptions) 
     ``adapter_config.json``.
     """
     adapted = [one for name in stored.tensors if (one := parse_name(name)).adapter]
-    is_named = _has_prefix(stored) or any(one.is_prompt for one in adapted)
+    is_named = _has_prefix(stored) or any(one.attribute == PROMPT for one in adapted)
     return bool(adapted) and (is_named or any(_config_paths(_DEFAULT, checkpoint, options)))
 
 
@@ -191,27 +195,8 @@ def _checked(path: Path) -> Path:
     return path
 
 
-def describe_configs(
-    adapters: Sequence[Adapter], checkpoint: TrainingState, options: ExportOptions
-) -> Iterator[str]:
-    """Yield the configuration in use if it is not the checkpoint's own, or another differs."""
-    for adapter in adapters:
-        name, used, root = adapter.name, adapter.config.path, checkpoint.location.root
-        others = list[str]()
-        for path in _config_paths(name, checkpoint, options, is_only=len(adapters) == 1):
-            if name in (_DEFAULT, path.parent.name):
-                with suppress(ZexportError):
-                    other, own = AdapterConfig.read(path).content, adapter.config.content
-                    keys = [key for key in DECIDING if other.get(key) != own.get(key)]
-                    others += [f"{path} differs in {some(keys)}"] if keys else []
-        if others or used.parent not in (root, root / name):
-            yield "; ".join((f"adapter {name!r}: using {used}", *others))
-        if name != adapters[0].name and used == adapters[0].config.path:
-            yield f"adapter {name!r}: no {ADAPTER_CONFIG}, so another one is used. Check lora_alpha"
-
-
 def _check_method(config: AdapterConfig) -> None:
-    if not config.is_kept_by_name:
+    if config.peft_type not in KEPT_BY_NAME or config.prefix_projection:
         raise UnsupportedError(
             "adapter method is not supported: peft saves more than the tensors of the module",
             path=config.path,

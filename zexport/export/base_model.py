@@ -26,14 +26,13 @@ from zexport.formats.safetensors import SafetensorsHeader, read_header, read_ind
 from zexport.model.config import QUANTIZATION_KEYS, ConfigFile, differences
 from zexport.model.hf_files import affects_model
 from zexport.model.hub_cache import cached_snapshot, hub_id_of, is_hub_id, plain_name
-from zexport.model.names import ModelNames, NamesUnknown
+from zexport.model.hub_names import ModelNames, NamesUnknown
 from zexport.options import ExportOptions
 from zexport.ranges.compare import CastReplica, compare_casts, cosines
 from zexport.ranges.dtypes import DType, Shape
 from zexport.ranges.reader import ReadableFile, SourceReader
-from zexport.storage.contents import read_json_object
 from zexport.storage.files import is_file, is_folder, matching, real
-from zexport.storage.json import Json, as_table
+from zexport.storage.json import Json, as_table, read_json_object
 from zexport.storage.os_errors import reading
 from zexport.storage.symlink_policy import Boundary
 from zexport.text import some
@@ -63,7 +62,7 @@ _PACKED = frozenset({DType.I8, DType.U8, DType.F8_E4M3, DType.F8_E5M2})
 
 
 class Base(Struct, frozen=True):
-    """The weights of ``--base``; ``instead`` says what a folder without plain weights contains."""
+    """The weights of ``--base``; ``instead``: what the folder has if it has no plain weights."""
 
     path: Path | None = None
     tensors: Mapping[str, StoredTensor] = {}
@@ -88,7 +87,7 @@ def read_base(base: Path | None, *, follow_symlinks: bool) -> tuple[SafetensorsH
     boundary.check(weights)
     if weights.suffix != ".json":
         return (read_header(weights),)
-    placed = read_index(weights, "Mend the index, or give another model folder")
+    placed = read_index(weights, "Pass another model folder with --base")
     headers = []
     for path, names in placed.items():
         boundary.check(path)
@@ -120,15 +119,18 @@ def weights_file(folder: Path) -> Path | None:
 
 
 def base_of(path: Path | None, headers: Iterable[SafetensorsHeader]) -> Base:
-    tensors = {name: frozen_in(header, name) for header in headers for name in header.tensors}
     if path is None:
         return Base()
-    config = path / CONFIG
+    tensors, config = _weights_in(headers), path / CONFIG
     content = read_json_object(config) if is_file(config) else {}
     is_quantized = any(content.get(key) for key in QUANTIZATION_KEYS)
     is_quantized = is_quantized or any(re.search(_SCALES, one) for one in tensors)
     instead = "quantized weights" if is_quantized else "" if tensors else _instead(path)
     return Base(path, tensors, instead, is_quantized)
+
+
+def _weights_in(headers: Iterable[SafetensorsHeader]) -> dict[str, StoredTensor]:
+    return {name: frozen_in(header, name) for header in headers for name in header.tensors}
 
 
 def frozen_in(header: SafetensorsHeader, name: str) -> StoredTensor:
@@ -215,15 +217,14 @@ class BaseCheck(Struct, frozen=True):
 
     Attributes:
         strange: why its weights or its config are another model's.
-        doubtful: why its name or its RoPE settings are, if no weights were compared.
-        is_merged: it contains this checkpoint's adapter.
+        unusable: why only its files may be used: no weights could be compared and it has another
+            name on the Hub, or it contains this checkpoint's adapter.
         warnings: why it may be another one.
         nbytes_read: bytes of tensors read.
     """
 
     strange: tuple[str, ...] = ()
-    doubtful: tuple[str, ...] = ()
-    is_merged: bool = False
+    unusable: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     nbytes_read: int = 0
 
@@ -240,7 +241,7 @@ def check_base(
     """Compare the base with the checkpoint: config key by key, then sampled weights, then names.
 
     Frozen weights must be equal; without any, trained weights must resemble the base's. Names only
-    count if no weights tell: folders are renamed, and an instruct model has its base's shapes.
+    count if no weights can be compared: users rename folders.
 
     Args:
         stored: the checkpoint's weights of the base model, by in-memory name.
@@ -248,37 +249,39 @@ def check_base(
         configs: the checkpoint's, and the base's.
         named: the name of this run's base; ``None`` if no weight is taken from the base.
     """
-    own, theirs = configs
-    if own is not None and theirs is not None and own.path == theirs.path:
-        own = None
-    strange, rope = _config_differences(own, theirs, CONFIG)
+    strange = _config_differences(*configs, CONFIG)
     if base.path is None or not base.tensors:
-        return BaseCheck(strange, rope)
-    frozen = {name: one for name, one in stored.items() if one.role is Role.FROZEN}
-    samples = _Samples(base, files)
-    samples.compare(frozen, "the checkpoint's frozen weights")
-    if not samples.compared:
-        samples.compare_directions(stored)
-    folder = None if named is None else _on_this_machine(named, location)
+        return BaseCheck(tuple(strange))
+    folder = None if named is None else _on_this_machine(named)
     is_it = folder is not None and real(folder) == real(base.path)
+    original: tuple[SafetensorsHeader, ...] = ()
+    by = ""
     if named is not None and folder is not None and not is_it:
         by = f"{named.name} (named in {named.by})"
-        build, other_rope = _config_differences(_config(folder), theirs, by)
-        strange += build + other_rope
-        samples.compare_base(folder, by, follow=location.boundary.follow)
-    strange += tuple(samples.differences)
-    is_proven = bool(samples.compared or is_it)
-    doubtful, warnings = () if is_proven else rope, tuple[str, ...]()
-    if named is not None and not (is_proven or strange):
+        strange += _config_differences(_config(folder), configs[1], by)
+        with suppress(ZexportError), reading(folder):
+            original = read_base(folder, follow_symlinks=location.boundary.follow)
+    frozen = {name: one for name, one in stored.items() if one.role is Role.FROZEN}
+    same = _pairs(base, frozen)
+    with SourceReader([*files, *original]) as reader:
+        strange += _differing(same, reader, "the checkpoint's frozen weights")
+        if not same:
+            strange += _unlike(base, stored, reader)
+        named_pairs = _pairs(base, _weights_in(original))
+        strange += _differing(named_pairs, reader, by)
+        nbytes_read = reader.nbytes_read
+    unusable, warnings = list[str](), tuple[str, ...]()
+    if named is not None and not (strange or same or named_pairs or is_it):
         hub_id = hub_id_of(base.path)
         one, other = plain_name(named.name), plain_name(hub_id or base.path.name)
         names = f"{named.by} names {named.name or 'no base'}, --base is {hub_id or base.path.name}"
         if is_hub_id(named.name) and hub_id is not None and one != other:
-            doubtful += (names,)
+            unusable.append(names)
         elif one.rpartition("/")[2] != other.rpartition("/")[2]:
             warnings = (f"--base may be another model: {names}, and no weights could be compared",)
-    merged = named is not None and _contains_adapter(base.path, location)
-    return BaseCheck(strange, doubtful, merged, warnings, samples.nbytes_read)
+    if named is not None and _contains_adapter(base.path, location):
+        unusable.append(f"{MANIFEST_NAME}: this adapter is already merged into it")
+    return BaseCheck(tuple(strange), tuple(unusable), warnings, nbytes_read)
 
 
 def judge_base(
@@ -288,8 +291,8 @@ def judge_base(
     *,
     uses_weights: bool,
     files: Sequence[str] = (),
-) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
-    """Return accepted findings and warnings about the base.
+) -> tuple[Finding, ...]:
+    """Return accepted findings about the base.
 
     A base that gives no weight may have another name; if it gives no file of the model either
     (``files`` are the names of those that it gives), it may be any model.
@@ -299,109 +302,79 @@ def judge_base(
             ``--allow base-mismatch`` was not given.
     """
     problem, kind = "not the base model of this run", FindingKind.BASE_MISMATCH
-    if uses_weights and check.is_merged and kind not in options.allow:
-        raise UsageError(
-            "base model already contains this checkpoint's adapter",
-            path=base.path,
-            found=f"a merge of this checkpoint in its {MANIFEST_NAME}",
-            hint=HINT_BASE,
-            finding=kind,
-        )
-    gives_model = uses_weights or any(map(affects_model, files))
-    refused = (check.strange if gives_model else ()) + (check.doubtful if uses_weights else ())
-    if refused and kind not in options.allow:
+    found = check.strange if uses_weights or any(map(affects_model, files)) else ()
+    if uses_weights:
+        found += check.unusable
+    if found and kind not in options.allow:
         raise UsageError(
             problem,
             path=base.path,
-            found="; ".join(refused),
+            found="; ".join(found),
             expected="the same model",
             hint=HINT_BASE,
             finding=kind,
         )
-    harmless = [one for one in (*check.strange, *check.doubtful) if one not in refused]
-    only = f"only {some(files)}" if files else "nothing"
-    warnings = [f"--base is {problem}: {one}; the export takes {only} from it" for one in harmless]
-    findings = tuple(Finding(kind, "", 0, f"{problem}: {one}", accepted=True) for one in refused)
-    return findings, (*check.warnings, *warnings)
+    return tuple(Finding(kind, "", 0, f"{problem}: {one}", accepted=True) for one in found)
 
 
-class _Samples:
-    """Sampled comparisons of other weights with those of the base."""
-
-    def __init__(self, base: Base, files: Sequence[ReadableFile]) -> None:
-        self._base, self._files = base, files
-        self.differences: list[str] = []
-        self.compared = self.nbytes_read = 0
-
-    def compare(self, others: Mapping[str, StoredTensor], by: str) -> None:
-        """Compare weights that the run did not change.
-
-        A base in 32 bits may have been rounded twice: loaded in one 16-bit dtype, trained in the
-        other. Then one unit in the last place is no difference.
-        """
-        pairs, differing = self._pairs(others), []
-        with SourceReader(self._files) as reader:
-            for one in compare_casts(pairs, reader.read_into, full=False, expect=reader.expect):
-                is_wider = one.replica.kept_dtype.itemsize > one.replica.other_dtype.itemsize
-                if one.largest > (1 if is_wider else 0):
-                    differing.append(f"{one.replica.name} ({one.count} of {one.compared} samples)")
-            self.nbytes_read += reader.nbytes_read
-        self.compared += len(pairs)
-        if differing:
-            counts = f"{len(differing)} of {len(pairs)}"
-            self.differences.append(f"{counts} weights differ from {by}: {some(differing, 3)}")
-
-    def compare_directions(self, stored: Mapping[str, StoredTensor]) -> None:
-        """Compare trained matrices by cosine: training changes weights a little, never wholly."""
-        trained = {name: one for name, one in stored.items() if one.role is Role.TRAINABLE}
-        pairs = self._pairs({n: one for n, one in trained.items() if len(one.shape) > 1})
-        with SourceReader(self._files) as reader:
-            found = cosines(pairs, reader.read_into, expect=reader.expect)
-            self.nbytes_read += reader.nbytes_read
-        if len(found) >= _PAIRS_MIN and (mean := sum(found) / len(found)) <= _COSINE_MIN:
-            self.differences.append(
-                f"{len(pairs)} trained weights do not resemble the base's (mean cosine {mean:.2f})"
-            )
-
-    def compare_base(self, folder: Path, by: str, *, follow: bool) -> None:
-        """Compare with the base that the run names, if this machine has readable weights of it."""
-        headers: tuple[SafetensorsHeader, ...] = ()
-        with suppress(ZexportError), reading(folder):
-            headers = read_base(folder, follow_symlinks=follow)
-        self._files = (*self._files, *headers)
-        self.compare(base_of(folder, headers).tensors if headers else {}, by)
-
-    def _pairs(self, others: Mapping[str, StoredTensor]) -> list[CastReplica]:
-        return [
-            CastReplica(
-                name=name,
-                path=self._base.path or Path(),
-                kept=given.source,
-                kept_dtype=given.dtype,
-                other=tensor.source,
-                other_dtype=tensor.dtype,
-                names_it=False,
-            )
-            for name, tensor in others.items()
-            if (given := self._base.tensors.get(name)) is not None
-            and given.shape == tensor.shape
-            and given.dtype.is_floating
-            and tensor.dtype.is_floating
-            and given.source is not None
-            and tensor.source is not None
-        ]
+def _pairs(base: Base, others: Mapping[str, StoredTensor]) -> list[CastReplica]:
+    """Return floating-point weights that the base and ``others`` have with the same shape."""
+    found = [
+        replica_of(name, base.path or Path(), given, tensor)
+        for name, tensor in others.items()
+        if (given := base.tensors.get(name)) is not None
+        and given.dtype.is_floating
+        and tensor.dtype.is_floating
+    ]
+    return [one for one in found if one is not None]
 
 
-def _config_differences(
-    own: ConfigFile | None, base: ConfigFile | None, by: str
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return differences in the model's build, and in RoPE settings, which a run may change."""
-    if own is None or base is None:
-        return (), ()
-    found = [*differences(own.content, base.content)]
-    kinds = [[str(one) for one in found if one.is_rope is is_rope] for is_rope in (False, True)]
-    build, rope = ((f"{by} and the base's config: {some(one, 8)}",) if one else () for one in kinds)
-    return build, rope
+def replica_of(
+    name: str, path: Path, kept: StoredTensor, other: StoredTensor
+) -> CastReplica | None:
+    """Return ``other`` as a replica of ``kept``; ``None`` if their shapes rule that out."""
+    if kept.source is None or other.source is None or kept.shape != other.shape:
+        return None
+    return CastReplica(
+        name, path, kept.source, kept.dtype, other.source, other.dtype, is_matched_by_value=False
+    )
+
+
+def _differing(pairs: Sequence[CastReplica], reader: SourceReader, by: str) -> list[str]:
+    """Compare samples of weights that the run did not change.
+
+    A base in 32 bits may have been rounded twice: loaded in one 16-bit dtype, trained in the other.
+    Then one unit in the last place is no difference.
+    """
+    differing = []
+    for one in compare_casts(pairs, reader.read_into, full=False, expect=reader.expect):
+        is_wider = one.replica.kept_dtype.itemsize > one.replica.other_dtype.itemsize
+        if one.largest > is_wider:
+            differing.append(f"{one.replica.name} ({one.count} of {one.compared} samples)")
+    counts = f"{len(differing)} of {len(pairs)}"
+    return [f"{counts} weights differ from {by}: {some(differing, 3)}"] if differing else []
+
+
+def _unlike(base: Base, stored: Mapping[str, StoredTensor], reader: SourceReader) -> list[str]:
+    """Compare trained matrices by cosine: training changes weights a little, never wholly."""
+    matrices = {
+        name: one
+        for name, one in stored.items()
+        if one.role is Role.TRAINABLE and len(one.shape) > 1
+    }
+    found = cosines(_pairs(base, matrices), reader.read_into, expect=reader.expect)
+    mean = sum(found) / max(len(found), 1)
+    if len(found) < _PAIRS_MIN or mean > _COSINE_MIN:
+        return []
+    return [f"{len(found)} trained weights do not resemble the base's (mean cosine {mean:.2f})"]
+
+
+def _config_differences(own: ConfigFile | None, base: ConfigFile | None, by: str) -> list[str]:
+    if own is None or base is None or own.path == base.path:
+        return []
+    found = differences(own.content, base.content)
+    keys = [f"{key} {ours} but {theirs}" for key, ours, theirs in found]
+    return [f"{by} and the base's config: {some(keys, 8)}"] if keys else []
 
 
 def _contains_adapter(base: Path, location: Location) -> bool:
@@ -415,15 +388,13 @@ def _contains_adapter(base: Path, location: Location) -> bool:
     return is_same and options.get("adapter") == "merge"
 
 
-def _on_this_machine(base: BaseName, location: Location) -> Path | None:
-    """Return the folder of a named model: in the Hub cache, here, or above the checkpoint."""
+def _on_this_machine(base: BaseName) -> Path | None:
+    """Return the folder of a named model: in the Hub cache, or by its path."""
     if is_hub_id(base.name) and (cached := cached_snapshot(base.name, base.revision)) is not None:
         return cached
-    above = (location.real_root.parent, location.real_root.parent.parent)
-    for start in (Path(), *above) if base.name else ():
-        with suppress(OSError):  # another user's folder
-            if is_folder(folder := start / base.name):
-                return folder
+    with suppress(OSError):  # another user's folder
+        if base.name and is_folder(Path(base.name)):
+            return Path(base.name)
     return None
 
 

@@ -17,8 +17,8 @@ from zexport.checkpoint.state import Role, StoredTensor, TrainingState
 from zexport.checkpoint.zero.records import ZERO3
 from zexport.errors import FrozenLeftOutError, ZexportError
 from zexport.export.adapters import Adapter
-from zexport.export.base_model import frozen_in, read_base
-from zexport.export.peft_names import PeftName, names_of_adapter, parse_name
+from zexport.export.base_model import frozen_in, read_base, replica_of
+from zexport.export.peft import PeftName, names_of_adapter, parse_name
 from zexport.export.weights import PEFT_PREFIX, Weights
 from zexport.filenames import ADAPTER_FILE
 from zexport.formats.safetensors import SafetensorsHeader, read_header
@@ -70,20 +70,10 @@ def gathered_copies(checkpoint: TrainingState) -> tuple[tuple[SafetensorsHeader,
 
 def _replica(tensor: StoredTensor, header: SafetensorsHeader, name: str) -> CastReplica | None:
     """Return a file's tensor as a replica; ``None`` if its shape or dtype rules that out."""
-    copy = header.tensors[name]
+    copy = frozen_in(header, name)
     is_narrower = copy.dtype.is_floating and copy.dtype.itemsize < tensor.dtype.itemsize
     is_cast = copy.dtype is tensor.dtype or is_narrower
-    if tensor.source is None or copy.shape != tensor.shape or not is_cast:
-        return None
-    return CastReplica(
-        name=tensor.name,
-        path=header.path,
-        kept=tensor.source,
-        kept_dtype=tensor.dtype,
-        other=header.source(name),
-        other_dtype=copy.dtype,
-        names_it=False,
-    )
+    return replica_of(tensor.name, header.path, tensor, copy) if is_cast else None
 
 
 class AdapterFile(Struct, frozen=True):
@@ -111,14 +101,14 @@ class AdapterFile(Struct, frozen=True):
 
     @property
     def description(self) -> str:
-        """Whether the file supplies what the checkpoint lacks; empty if it lacks nothing."""
+        """Whether the file supplies what the checkpoint lacks."""
         names = some([*self.of_base], 4)
-        used = f"{names}: not in the checkpoint; taken from {self.header.path}"
-        unused = (
+        if self.is_of_step:
+            return f"{names}: not in the checkpoint; taken from {self.header.path}"
+        return (
             f"{self.header.path}: contains the adapter of another step or run; {names} not taken. "
             "Copy the file that peft wrote with this checkpoint"
         )
-        return (used if self.is_of_step else unused) if self.lacking else ""
 
 
 def adapter_files(
@@ -133,10 +123,16 @@ def adapter_files(
     parts = {name: parse_name(name) for name in every}
     copied = {one.of_base for one in parts.values() if one.is_copy}
     base = {one.of_base: every[name] for name, one in parts.items() if _is_of_base(one)}
+    location = checkpoint.location
+    within = Boundary.of(location.root, follow=location.boundary.follow)
     found: dict[str, AdapterFile] = {}
     for adapter in adapters:
-        header = _read_file(checkpoint, adapter)
-        if header is None:
+        path = location.root / adapter.folder / ADAPTER_FILE
+        try:
+            if not (is_file(path) and within.holds(path)):
+                continue
+            header = read_header(path)
+        except ZexportError:
             continue
         own = names_of_adapter(stored.tensors, adapter.name)
         trained = {
@@ -196,17 +192,6 @@ def _replicas(header: SafetensorsHeader, own: Mapping[str, StoredTensor]) -> Cop
     found = [_replica(t, header, name) for name, t in own.items() if name in header.tensors]
     whole = tuple(one for one in found if one is not None)
     return whole if len(whole) == len(own) else None
-
-
-def _read_file(checkpoint: TrainingState, adapter: Adapter) -> SafetensorsHeader | None:
-    """Return the header of an adapter's file; ``None`` if it is unreadable or a link outside."""
-    location = checkpoint.location
-    path = location.root / adapter.folder / ADAPTER_FILE
-    within = Boundary.of(location.root, follow=location.boundary.follow)
-    try:
-        return read_header(path) if is_file(path) and within.holds(path) else None
-    except ZexportError:
-        return None
 
 
 def _is_of_base(parts: PeftName) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,17 +14,16 @@ from zexport.errors import DamagedCheckpointError
 from zexport.export.gather import Inputs
 from zexport.export.hub_folder import Folder, hub_folder
 from zexport.export.peft_folder import peft_folder
-from zexport.export.plan import ExportPlan, Form, Origin, Reference
+from zexport.export.plan import ExportPlan, Form, Origin, Reference, share_memory
 from zexport.export.proof import Accounting, account
-from zexport.export.summary import share_memory
 from zexport.filenames import CONFIG
 from zexport.model.hub_cache import GivenBase
-from zexport.model.names import Fit, ModelNames
-from zexport.options import AdapterMode, Engine, ExportDType, NameLayout, RecordedOptions
+from zexport.model.hub_names import Fit, ModelNames
+from zexport.options import AdapterMode, Engine, NameLayout, RecordedOptions
 from zexport.ranges.source import paths_of
 from zexport.storage.json import JsonObject, Natural, values_of
 from zexport.storage.location import place
-from zexport.text import placeless, some
+from zexport.text import placeless
 
 
 def decide(inputs: Inputs, out_dir: Path | str) -> ExportPlan:
@@ -62,7 +61,7 @@ def decide(inputs: Inputs, out_dir: Path | str) -> ExportPlan:
         findings=folder.findings,
         provenance=_provenance(inputs, folder, base),
         warnings=(*checkpoint.newer, *checkpoint.warnings, *folder.warnings),
-        notes=(*checkpoint.notes, *folder.notes, *_notes_on_choices(inputs, folder)),
+        notes=(*checkpoint.notes, *folder.notes),
         overwrite=options.overwrite,
         jobs=jobs,
         chunk_nbytes=chunk_nbytes,
@@ -94,21 +93,6 @@ def _form(inputs: Inputs, folder: Folder) -> Form:
         names="peft" if is_kept else names,
         weights_only=not is_kept and all(side.filename != CONFIG for side in folder.side_files),
     )
-
-
-def _notes_on_choices(inputs: Inputs, folder: Folder) -> Iterator[str]:
-    """Yield which files come from other folders, and which options change nothing."""
-    options, files = inputs.options, inputs.files.files
-    written = {side.filename for side in folder.side_files}
-    above = [n for n in sorted(written & files.keys()) if files[n].parent == inputs.files.above]
-    if above:
-        yield f"from the run folder: {some(above)}"
-    if folder.base_files:
-        yield f"from --base: {some(folder.base_files)}"
-    elif options.base is not None and inputs.mode is not AdapterMode.MERGE and not folder.from_base:
-        yield "--base changes nothing: the checkpoint has all weights and files that are exported"
-    if options.base_dtype is not ExportDType.AUTO and inputs.mode is not AdapterMode.MERGE:
-        yield "--base-dtype changes nothing: no adapter is merged"
 
 
 def _provenance(inputs: Inputs, folder: Folder, base: GivenBase | None) -> JsonObject:

@@ -16,19 +16,18 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from msgspec import structs
 
 from zexport.checkpoint.state import Role, StoredTensor
 from zexport.errors import MissingExtraError, UnsafeError, UnsupportedError
-from zexport.export.plan import ExportPlan, TensorPlan
-from zexport.export.stream import ReadTensor
+from zexport.export.plan import ExportPlan, Reference, TensorPlan
+from zexport.export.proof import WeightReader
 from zexport.formats.pickle_reader import load
-from zexport.formats.torch_file import Container, read_torch_file
+from zexport.formats.torch_file import read_torch_file
 from zexport.optional_deps import to_install
-from zexport.ranges.coverage import Ledger
-from zexport.ranges.reader import SourceReader
+from zexport.ranges.coverage import Coverage
 from zexport.ranges.source import ByteSource, Extent, Mosaic, Window
 from zexport.storage.files import matching
 
@@ -66,29 +65,43 @@ def _failures(path: Path) -> Iterator[None]:
         ) from error
 
 
-def deepspeed_reader(plan: ExportPlan, sources: SourceReader) -> ReadTensor:
-    """Return a reader of tensors as ``zero_to_fp32`` rebuilds them, one in memory at a time.
+class DeepSpeedReader(WeightReader):
+    """Reads tensors as ``zero_to_fp32`` rebuilds them, one in memory at a time."""
 
-    Raises:
-        MissingExtraError: DeepSpeed is not installed.
-        UnsafeError: the converter would run unknown code.
-        UnsupportedError: it cannot rebuild this checkpoint.
-    """
-    assert plan.reference is not None  # noqa: S101 - only called for such plans
-    tag_dir = plan.reference.root / plan.reference.tag
-    if find_spec("torch") is None or find_spec("deepspeed") is None:
-        hint = f"{to_install('deepspeed')}, or use --engine native"
-        raise MissingExtraError("the engine `deepspeed` needs the package deepspeed", hint=hint)
-    _check_harmless(tag_dir)
-    state = _run_converter(plan.reference.root, plan.reference.tag)
-    wanted = {tensor.source: tensor for tensor in plan.reference.tensors}
-    held: dict[str, memoryview] = {}
-    lock = Lock()
+    _reference: Reference
 
-    def read(tensor: TensorPlan, start: int, buffer: memoryview, ledger: Ledger) -> None:
-        sources.read_into(tensor.source, start, buffer, ledger)  # for the CRC-32; then overwritten
+    @classmethod
+    def of_plan(cls, plan: ExportPlan) -> Self:
+        reader = super().of_plan(plan)
+        assert plan.reference is not None  # noqa: S101 - only called for such plans
+        reader._reference = plan.reference
+        return reader
+
+    def prepare(self) -> None:
+        """Run the converter.
+
+        Raises:
+            MissingExtraError: DeepSpeed is not installed.
+            UnsafeError: the converter would run unknown code.
+            UnsupportedError: it cannot rebuild this checkpoint.
+        """
+        root, tag = self._reference.root, self._reference.tag
+        if find_spec("torch") is None or find_spec("deepspeed") is None:
+            hint = f"{to_install('deepspeed')}, or use --engine native"
+            raise MissingExtraError("the engine `deepspeed` needs the package deepspeed", hint=hint)
+        self._tag_dir = root / tag
+        _check_harmless(self._tag_dir)
+        self._state = _run_converter(root, tag)
+        self._known = {tensor.source: tensor for tensor in self._reference.tensors}
+        self._held: dict[str, memoryview] = {}
+        self._turn_to_rebuild = Lock()
+
+    def read_tensor(
+        self, tensor: TensorPlan, start: int, buffer: memoryview, coverage: Coverage
+    ) -> None:
+        super().read_tensor(tensor, start, buffer, coverage)  # for the CRC-32; then overwritten
         named: dict[Path, StoredTensor] = {}
-        places = _by_name(tensor.source, wanted, named)
+        places = _by_name(tensor.source, self._known, named)
         if places is None:  # not part of another tensor: DeepSpeed has it under its own name
             name, source = Path(tensor.stored_name), tensor.source
             places = Extent(name, 0, source.nbytes)
@@ -96,17 +109,16 @@ def deepspeed_reader(plan: ExportPlan, sources: SourceReader) -> ReadTensor:
                 tensor.stored_name, tensor.shape, tensor.stored_dtype, Role.TRAINABLE, source
             )
         filled = 0
-        with lock:
+        with self._turn_to_rebuild:
             for extent in places.extents(start, start + buffer.nbytes):
                 stored = named[extent.path]
-                if stored.name not in held:
-                    held.clear()  # never hold two large tensors
-                    held[stored.name] = _rebuilt(state, stored, tag_dir).numpy().data
-                part = held[stored.name][extent.offset : extent.offset + extent.nbytes]
+                if stored.name not in self._held:
+                    self._held.clear()  # never hold two large tensors
+                    value = _rebuilt(self._state, stored, self._tag_dir)
+                    self._held[stored.name] = value.numpy().data
+                part = self._held[stored.name][extent.offset : extent.offset + extent.nbytes]
                 buffer[filled : filled + extent.nbytes] = part
                 filled += extent.nbytes
-
-    return read
 
 
 def _by_name(
@@ -146,16 +158,20 @@ def _rebuilt(state: dict[str, Any], stored: StoredTensor, tag_dir: Path) -> torc
         value: torch.Tensor = state[name].contiguous()
     if tuple(value.shape) != stored.shape:
         raise differs(f"gives {name!r} another shape", tuple(value.shape), stored.shape)
-    if value.dtype is not dtype:
-        # It casts buffers to fp32, and nothing else (0.19: floating ones; before: all of them).
-        is_wide = dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 4)
-        is_large = not dtype.is_floating_point and not bool((value.abs() < _EXACT_FLOATS).all())
-        if value.dtype is not torch.float32 or is_wide or is_large:
-            raise differs(f"casts {name!r}, which may round it", value.dtype, dtype)
-        value, raised = value.to(dtype), value
-        if not torch.equal(_flat_bytes(value.to(raised.dtype)), _flat_bytes(raised)):
-            raise differs(f"has values of {name!r} that do not fit its dtype", raised.dtype, dtype)
-    return _flat_bytes(value)
+    if value.dtype is dtype:
+        return _flat_bytes(value)
+    # It casts buffers to fp32, and nothing else (0.19: floating ones; before: all of them).
+    same = value.to(dtype)
+    is_exact = value.dtype is torch.float32 and torch.equal(
+        _flat_bytes(same.to(value.dtype)), _flat_bytes(value)
+    )
+    if dtype.is_floating_point:
+        is_exact &= dtype.itemsize <= 4
+    else:
+        is_exact &= not dtype.is_complex and bool((value.abs() < _EXACT_FLOATS).all())
+    if not is_exact:
+        raise differs(f"casts {name!r}, which may round it", value.dtype, dtype)
+    return _flat_bytes(same)
 
 
 def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -180,7 +196,7 @@ def _check_harmless(tag_dir: Path) -> None:
         if path.name.startswith("."):
             continue
         file = read_torch_file(path)
-        if file.container is not Container.ZIP:  # torch.load would also try a tar archive
+        if file.is_legacy:  # torch.load would also try a tar archive
             problem = "is a legacy torch file, which DeepSpeed's converter does not read"
             raise UnsupportedError(problem, path=path, hint=_USE_NATIVE)
         with _failures(path):

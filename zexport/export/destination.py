@@ -1,25 +1,24 @@
 """Where a job writes: a folder that is renamed when complete, or a bucket folder in place.
 
-In a bucket, the output exists once its manifest does; the manifest is written last, and only if
-there is none.
+In a bucket, the output exists once its manifest does. The manifest is written last and never
+replaces another.
 """
 
 from __future__ import annotations
 
+import operator
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import msgspec
-from blake3 import blake3
 
 from zexport.errors import OutputError
-from zexport.export.journal import finished_files, receipt_name
+from zexport.export.journal import finished_files
 from zexport.export.plan_file import FileSize
 from zexport.filenames import MANIFEST_NAME, RECEIPTS
-from zexport.storage.contents import read_whole
 from zexport.storage.files import (
     check_space,
     children,
@@ -31,12 +30,10 @@ from zexport.storage.files import (
     listed_version,
     make_folder,
     names_below,
-    note_of,
     open_output,
+    read_whole,
     remove,
-    remove_all,
     sync_path,
-    version,
     write_durably,
 )
 from zexport.storage.local import rename, rename_durably, set_times
@@ -67,11 +64,11 @@ class Destination(ABC):
         self.journal = folder / RECEIPTS
         self.plan_path = self.journal / "plan"
 
-    def alone(self, seconds: float) -> AbstractContextManager[None]:  # noqa: ARG002
+    def lock(self, seconds: float) -> AbstractContextManager[None]:  # noqa: ARG002
         """Keep other processes from beginning or finishing this job, if there are locks."""
         return nullcontext()
 
-    def part(self, name: str) -> AbstractContextManager[None]:  # noqa: ARG002
+    def lock_part(self, name: str) -> AbstractContextManager[None]:  # noqa: ARG002
         """Keep other processes from writing the same part, if there are locks."""
         return nullcontext()
 
@@ -79,20 +76,20 @@ class Destination(ABC):
         """Return the parts that processes are writing, if there are locks."""
         return ()
 
-    @abstractmethod
-    def resume(self, own: Set[str]) -> None:
-        """Remove all but the job's files, whose names are ``own``, and its journal."""
-
     def reserve(self, files: Sequence[FileSize], more_nbytes: int) -> None:  # noqa: B027 - not in a bucket
         """Allocate all space, so that a full disk shows before a byte is read."""
 
     @abstractmethod
-    def clear(self, own: Set[str]) -> None:
-        """Remove what this or another job left."""
+    def prepare(self, own: Set[str], *, resumes: bool) -> None:
+        """Remove what this or another job left; if the job resumes, not its files and journal.
 
-    @abstractmethod
-    def write_manifest(self, content: bytes, shards: Set[str]) -> None:
-        """Write the manifest, with what ``unedited_files`` needs to know."""
+        ``own`` are the names of the job's files.
+        """
+
+    def write_manifest(self, content: bytes) -> None:
+        path = self.folder / MANIFEST_NAME
+        with writing(path):
+            write_durably(path, content, is_new=not self.is_renamed)
 
     @abstractmethod
     def publish(self, *, overwrite: bool, warn: Callable[[str], None]) -> None:
@@ -105,34 +102,26 @@ def destination(target: Path) -> Destination:
 
 
 def unedited_files(out_dir: Path, names: Set[str]) -> Set[str]:
-    """Return those of an export's files that nobody wrote since it was published.
+    """Return those of an export's files that were not written since it was published.
 
-    A local file has the modification time of the manifest. In a bucket, all files have the versions
-    recorded with the manifest, or none counts.
+    A local file has the modification time of the manifest. An object is older; stores record
+    seconds, so that one of the same second may be newer.
     """
-    manifest = out_dir / MANIFEST_NAME
-    if not is_local(out_dir):
-        return names if note_of(manifest) == _versions(out_dir, names) else set()
-    published, there = version(manifest).mtime_ns, {name: out_dir / name for name in names}
-    return {n for n, path in there.items() if exists(path) and version(path).mtime_ns == published}
+    published = listed_version(out_dir / MANIFEST_NAME).mtime_ns
+    is_as_published = operator.eq if is_local(out_dir) else operator.lt
+    return {n for n in names if is_as_published(listed_version(out_dir / n).mtime_ns, published)}
 
 
-def _versions(folder: Path, names: Iterable[str]) -> str:
-    return blake3(
-        repr([(name, listed_version(folder / name)) for name in sorted(names)]).encode()
-    ).hexdigest()
-
-
-def _clear_except(folder: Path, kept: Set[str], *, keep_journal: bool = True) -> None:
+def _clear_except(folder: Path, kept: Set[str], *, keep_journal: bool) -> None:
     """Remove all below a folder except these files and locks; then folders that are empty.
 
     The journal goes last: it marks the rest as an export's. If kept, other parts may write to it
     meanwhile.
     """
     gone = [name for name in names_below(folder) if name not in kept and not name.endswith(".lock")]
-    remove_all(folder / name for name in gone if not _is_in_journal(name))
+    remove(*(folder / name for name in gone if not _is_in_journal(name)))
     if not keep_journal:
-        remove_all(folder / name for name in gone if _is_in_journal(name))
+        remove(*(folder / name for name in gone if _is_in_journal(name)))
     if is_local(folder):
         for path in sorted(folder.rglob("*"), reverse=True):
             if is_folder(path) and not children(path):
@@ -141,13 +130,6 @@ def _clear_except(folder: Path, kept: Set[str], *, keep_journal: bool = True) ->
 
 def _is_in_journal(name: str) -> bool:
     return name.startswith(f"{RECEIPTS}/")
-
-
-def keep_finished(folder: Path) -> None:
-    """Remove everything from a folder except finished files and their receipts."""
-    finished = finished_files(folder)
-    receipts = {f"{RECEIPTS}/{receipt_name(name)}" for name in finished}
-    _clear_except(folder, {*finished, *receipts}, keep_journal=False)
 
 
 class LocalFolder(Destination):
@@ -161,8 +143,11 @@ class LocalFolder(Destination):
         self._aside = with_suffix(partial, ".journal")
 
     @contextmanager
-    def alone(self, seconds: float) -> Iterator[None]:
-        """Hold the lock next to the target; undo what a killed process left half done."""
+    def lock(self, seconds: float) -> Iterator[None]:
+        """Hold the lock next to the target; undo what a killed process left half done.
+
+        Folders above the target are made, and removed again if the block fails.
+        """
         with parents(self.target.parent), locked(self.target, seconds=seconds):
             with writing(self.target):
                 if exists(self._replaced) and not exists(self.target):
@@ -173,7 +158,7 @@ class LocalFolder(Destination):
                     remove(self._aside)
             yield
 
-    def part(self, name: str) -> AbstractContextManager[None]:
+    def lock_part(self, name: str) -> AbstractContextManager[None]:
         path = self.journal / f"{name.replace('/', '-of-')}.lock"
         held = f"another process writes part {name} of this folder"
         return locked_file(path, self.target, held, seconds=2.0)
@@ -188,14 +173,10 @@ class LocalFolder(Destination):
                 found.append(path.stem.replace("-of-", "/"))
         return tuple(found)
 
-    def resume(self, own: Set[str]) -> None:
-        with writing(self.folder):
-            _clear_except(self.folder, own)
-
-    def clear(self, own: Set[str]) -> None:  # noqa: ARG002
+    def prepare(self, own: Set[str], *, resumes: bool) -> None:
         with writing(self.folder):
             make_folder(self.folder)
-            _clear_except(self.folder, set(), keep_journal=False)
+            _clear_except(self.folder, own if resumes else set(), keep_journal=resumes)
             make_folder(self.journal)
 
     def reserve(self, files: Sequence[FileSize], more_nbytes: int) -> None:
@@ -209,10 +190,6 @@ class LocalFolder(Destination):
                 output.reserve(file.nbytes)
         with writing(self.folder):
             sync_path(self.folder)
-
-    def write_manifest(self, content: bytes, shards: Set[str]) -> None:  # noqa: ARG002
-        with writing(self.folder):
-            write_durably(self.folder / MANIFEST_NAME, content)
 
     def publish(self, *, overwrite: bool, warn: Callable[[str], None]) -> None:
         """Rename the folder to its target, or undo everything.
@@ -252,34 +229,28 @@ class LocalFolder(Destination):
 class Bucket(Destination):
     """A folder in object storage, without locks and renames.
 
-    Several processes may write: plan and manifest only if there is none, files with equal bytes.
+    Several processes may write equal files; plan and manifest are create-only.
     """
 
     def __init__(self, target: Path) -> None:
         super().__init__(target, target)
 
-    def clear(self, own: Set[str]) -> None:
-        """Remove an older export, manifest first, after recording its names.
+    def prepare(self, own: Set[str], *, resumes: bool) -> None:
+        """Remove files of this job or of an older export; refuse others.
 
-        So no mixture of two exports looks complete, and a rerun knows what is left of the older.
+        The manifest of an older export goes first, after its names are recorded. So no mixture of
+        two exports looks complete, and a rerun knows what is left of the older.
         """
         with writing(self.target):
-            if is_file(manifest := self.target / MANIFEST_NAME):
-                content = msgspec.json.encode(sorted(names_below(self.target)))
-                write_durably(self.journal / _OLDER, content)
-                remove(manifest)
-        self._clear_except(own, kept=set(), keep_journal=False)
-
-    def resume(self, own: Set[str]) -> None:
-        self._clear_except(own, kept={*finished_files(self.target)}, keep_journal=True)
-
-    def _clear_except(self, own: Set[str], kept: Set[str], *, keep_journal: bool) -> None:
-        """Remove files of this job or the older export; refuse others."""
-        with writing(self.target):
             there = names_below(self.target)
-            known = {*own, *finished_files(self.target)}
+            if not resumes and MANIFEST_NAME in there:
+                write_durably(self.journal / _OLDER, msgspec.json.encode(sorted(there)))
+                remove(self.target / MANIFEST_NAME)
+                there = names_below(self.target)
+            finished = {*finished_files(self.target)}
+            known = own | finished
             if f"{RECEIPTS}/{_OLDER}" in there:
-                known.update(msgspec.json.decode(read_whole(self.journal / _OLDER)))
+                known |= {*msgspec.json.decode(read_whole(self.journal / _OLDER))}
             in_journal = {*filter(_is_in_journal, there)}
             foreign = there - known - in_journal
             if in_journal and foreign:
@@ -290,12 +261,7 @@ class Bucket(Destination):
                     expected="only files of the export",
                     hint="Move them elsewhere, or choose another name for the output",
                 )
-            _clear_except(self.target, kept, keep_journal=keep_journal)
-
-    def write_manifest(self, content: bytes, shards: Set[str]) -> None:
-        path = self.target / MANIFEST_NAME
-        with writing(path):
-            write_durably(path, content, is_new=True, note=_versions(self.target, shards))
+            _clear_except(self.target, finished if resumes else set(), keep_journal=resumes)
 
     def publish(self, *, overwrite: bool, warn: Callable[[str], None]) -> None:  # noqa: ARG002
         """Remove the journal; the output is complete, so a failure is only a warning."""
@@ -317,7 +283,7 @@ def abandon(folder: Path, error: BaseException) -> None:
             return  # another process published it
         finished = finished_files(folder) if may_pass else ()
         if finished:
-            _clear_except(folder, {*finished})
+            _clear_except(folder, {*finished}, keep_journal=True)
             shards = f"{len(finished)} finished shard{'s' * (len(finished) > 1)}"
             error.add_note(f"Kept {shards} in {folder}. Run the same command to continue.")
         elif exists(folder):

@@ -28,7 +28,7 @@ from zexport.findings import Finding
 from zexport.model.card import model_card, paragraphs_of
 from zexport.model.config import ConfigFile
 from zexport.model.hub_cache import GivenBase
-from zexport.model.names import Fit
+from zexport.model.hub_names import Fit
 from zexport.model.token_ids import ADDED_TOKENS, TokenId, config_ids
 from zexport.options import AdapterMode
 from zexport.ranges.dtypes import DType
@@ -57,7 +57,6 @@ class Folder(Struct, frozen=True, kw_only=True):
         from_base: written names whose weights come from the base model.
         heads: names of weights that the model class does not have.
         label: which of the model's Hub layouts is used.
-        base_files: names of the files that are copied from the base model.
     """
 
     shards: tuple[FilePlan, ...]
@@ -69,7 +68,6 @@ class Folder(Struct, frozen=True, kw_only=True):
     heads: tuple[str, ...] = ()
     mended: tuple[str, ...] = ()
     label: str | None = None
-    base_files: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -89,7 +87,7 @@ def hub_folder(inputs: Inputs) -> Folder:
     config = _written_config(inputs.model.config, selection)
     is_merged = inputs.mode is AdapterMode.MERGE
     base_files = files_of_base(inputs)
-    allowed, of_base = judge_base(
+    allowed = judge_base(
         inputs.base_check,
         inputs.base,
         options,
@@ -101,7 +99,7 @@ def hub_folder(inputs: Inputs) -> Folder:
         apart.setdefault(HEAD_FILE if is_value_head(name) else OTHER_FILE, []).append(name)
     findings = (*inputs.findings, *allowed, *selection.findings)
     warnings = (
-        *of_base,
+        *inputs.base_check.warnings,
         *inputs.warnings,
         *_file_warnings(inputs, apart),
         *selection.warnings,
@@ -112,7 +110,8 @@ def hub_folder(inputs: Inputs) -> Folder:
     files = structs.replace(inputs.files, config=config)
     sides = [SideFile(name, origin=path) for name, path in sorted(files.copied.items())]
     if README not in files.copied:
-        named = inputs.adapters[0].config if is_merged and not (allowed or of_base) else None
+        is_sure = is_merged and not (allowed or inputs.base_check.warnings)
+        named = inputs.adapters[0].config.base_model_name_or_path if is_sure else None
         card = model_card(
             checkpoint,
             target,
@@ -123,7 +122,7 @@ def hub_folder(inputs: Inputs) -> Folder:
                 *_origin(inputs, selection, findings, base_files),
                 *paragraphs_of((*checkpoint.warnings, *warnings)),
             ],
-            trained_on="" if named is None else named.base_model_name_or_path or "",
+            trained_on=named or "",
         )
         sides.append(SideFile(README, card))
     if config is not None:
@@ -132,12 +131,10 @@ def hub_folder(inputs: Inputs) -> Folder:
     # Without an index, vLLM and SGLang read every safetensors file of a folder as the model's.
     if heads or [shard.filename for shard in shards] != [SINGLE_FILE]:
         sides.append(SideFile(INDEX_FILE, _index_file(shards, tensors)))
-    mended = () if config is None else config.mended
+    mended = () if config is None else config.changes
     notes = [*inputs.notes, *(f"config.json: {change}" for change in mended)]
     if config is not None and inputs.files.missing:
         notes.append(f"not found: {', '.join(inputs.files.missing)}")
-    if selection.from_base and not is_merged:
-        notes.append(f"{len(selection.from_base):,} weights come from the base model")
     return Folder(
         shards=(*shards, *_planned(apart, heads, target)),
         side_files=tuple(sides),
@@ -147,8 +144,7 @@ def hub_folder(inputs: Inputs) -> Folder:
         from_base=selection.from_base,
         heads=tuple(heads),
         mended=mended,
-        label=None if selection.layout is None else selection.layout.label,
-        base_files=base_files,
+        label=selection.label,
         findings=findings,
         warnings=warnings,
         notes=tuple(notes),
@@ -164,7 +160,7 @@ def _written_config(config: ConfigFile | None, selection: Selection) -> ConfigFi
         config = config.without_quantization()
     if selection.untied:
         change = f"tie_word_embeddings is false, because {some(sorted(selection.untied))} differs"
-        config = structs.replace(config, mended=(*config.mended, change))
+        config = structs.replace(config, changes=(*config.changes, change))
     return config
 
 

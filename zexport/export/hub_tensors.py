@@ -10,8 +10,7 @@ from zexport.checkpoint.state import Role, StoredTensor, source_of
 from zexport.errors import LayoutError, UnsupportedError
 from zexport.export.weights import Weights
 from zexport.model.config import ConfigFile
-from zexport.model.hub_layout import Box, HubLayout, HubTensor
-from zexport.model.names import ModelNames
+from zexport.model.hub_names import Box, HubLayout, HubTensor, ModelNames
 from zexport.model.names_client import Learner
 from zexport.options import ExportOptions, NameLayout
 from zexport.ranges.dtypes import Shape

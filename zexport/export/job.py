@@ -8,7 +8,7 @@ receipts, so a process that died is simply started again.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,16 +28,12 @@ from zexport.export.manifest import (
     source_entries,
 )
 from zexport.export.overwrite import check_content, check_place, is_complete, real_path
-from zexport.export.plan import ExportPlan, TensorPlan
+from zexport.export.plan import ExportPlan, TensorPlan, side_nbytes
 from zexport.export.plan_file import FileSize, Request, SealedPlan, unseal
-from zexport.export.progress import Meter, Progress
 from zexport.export.proof import WeightReader
-from zexport.export.report import ExportReport, PartReport
-from zexport.export.stream import ReadTensor, read_plainly
-from zexport.export.summary import side_nbytes
+from zexport.export.report import ExportReport, Meter, Progress, VerifyMode
 from zexport.export.write import (
     READBACK_THREADS,
-    VerifyMode,
     check_small,
     check_unchanged,
     still_holds,
@@ -49,19 +45,18 @@ from zexport.findings import Finding, FindingKind
 from zexport.options import Share
 from zexport.ranges.cast import Statistics
 from zexport.ranges.dtypes import DType
-from zexport.storage.contents import read_whole
-from zexport.storage.files import is_file, is_folder, leaves, remove, write_durably
+from zexport.storage.files import is_file, is_folder, read_whole, remove, write_durably
 from zexport.storage.os_errors import reading, writing
 from zexport.text import shown, some
 
 OnProgress = Callable[[Progress], None]
-Reader = Callable[[WeightReader], ReadTensor]
+Reader = Callable[[ExportPlan], WeightReader]
 
 _NOTES_NBYTES, _NOTES_RATIO = 128 << 10, 8
-"""Plan, receipts and manifest take less than the first, and so many times the unpacked plan."""
+"""Upper bound of plan, receipts and manifest: bytes, plus a multiple of the unpacked plan."""
 
-TURN_SECONDS, ALONE_SECONDS = 3600.0, 0.1
-"""How long one of several parts waits for another to begin or finish; and one process alone."""
+TURN_SECONDS, LOCK_SECONDS = 3600.0, 0.1
+"""How long a part waits while another begins or finishes; how long one process waits."""
 
 _OVERFLOW = {
     DType.F32: FindingKind.FP32_OVERFLOW,
@@ -69,11 +64,19 @@ _OVERFLOW = {
     DType.BF16: FindingKind.BF16_OVERFLOW,
 }
 _UNDERFLOW_SHARE = 100
-"""One in so many elements may underflow in fp16: of normal weights one in a million does, and of an
+"""One in 100 elements may underflow in fp16: of normal weights one in a million does, of an
 embedding its rarely used rows."""
 
 
 WHOLE = Share()
+
+
+class Written(Struct, frozen=True):
+    """What one process did: bytes read, names of the files written, findings of replicas."""
+
+    nbytes_read: int = 0
+    files: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
 
 
 class Job(Struct, frozen=True):
@@ -84,6 +87,7 @@ class Job(Struct, frozen=True):
     journal: Journal
     verify: VerifyMode
     meter: Meter
+    began: float
 
     @classmethod
     def of(cls, sealed: SealedPlan, verify: VerifyMode, progress: OnProgress | None) -> Job:
@@ -94,8 +98,16 @@ class Job(Struct, frozen=True):
             OutputError: the output would contain its sources or the working directory.
         """
         plan = sealed.plan
-        for name in sealed.filenames:
-            _check_name(name, plan.out_dir)
+        try:
+            for name in sealed.filenames:
+                check_inside(name)
+        except ValueError as cause:
+            raise UnsafeError(
+                "a planned file would be written outside the output folder",
+                path=plan.out_dir,
+                found=cause,
+                hint="Do not trust this checkpoint: its names were made to escape",
+            ) from cause
         place = destination(real_path(plan.out_dir))
         sources = [one.path for one in plan.sources]
         sources += [side.origin for side in plan.side_files if side.origin is not None]
@@ -103,7 +115,7 @@ class Job(Struct, frozen=True):
             check_place(folder, sources)
         journal = Journal(place.folder, sealed.digest, (one.path for one in plan.sources))
         meter = Meter(progress, reads_again=verify is not VerifyMode.NONE)
-        return cls(sealed, place, journal, verify, meter)
+        return cls(sealed, place, journal, verify, meter, time.monotonic())
 
     @property
     def plan(self) -> ExportPlan:
@@ -117,29 +129,17 @@ class Job(Struct, frozen=True):
         """Return the numbers of the parts, of ``count``, that are not written."""
         sizes, missing = self.sealed.sizes, {*self.missing()}
         every = [one.data_nbytes for one in sizes]
-        found = {
+        is_compared = self.journal.compared() is not None
+        return tuple(
             number
             for number in range(1, count + 1)
             if not missing.isdisjoint(sizes[one] for one in Share(number, count).select(every))
-        }
-        return tuple(sorted(found | ({1} if self.journal.compared() is None else set())))
-
-
-def _check_name(name: str, out_dir: Path) -> None:
-    try:
-        check_inside(name)
-    except ValueError as cause:
-        raise UnsafeError(
-            "a planned file would be written outside the output folder",
-            path=out_dir,
-            found=name,
-            expected="names of files in it",
-            hint="Do not trust this checkpoint: its names were made to escape",
-        ) from cause
+            or (number == 1 and not is_compared)
+        )
 
 
 def load(out_dir: Path, request: Request | None = None) -> SealedPlan | None:
-    """Return the sealed plan in an unfinished folder; ``None`` if there is none.
+    """Return the sealed plan in an unfinished folder; ``None`` without one.
 
     ``request`` is that of this process: equal choices, possibly other paths.
 
@@ -163,7 +163,7 @@ def load(out_dir: Path, request: Request | None = None) -> SealedPlan | None:
 def _other_plan(out_dir: Path, begun: Request, own: Request) -> OutputError:
     differ = [n for n, one in own.choices.items() if begun.choices.get(n) != one]
     return OutputError(
-        "was begun for another plan",
+        "was started with other options or another checkpoint",
         path=out_dir,
         found=some([f"{n} {shown(begun.choices.get(n))}" for n in differ]) or "the same options",
         expected=some([f"{n} {shown(own.choices[n])}" for n in differ])
@@ -176,7 +176,7 @@ def _other_plan(out_dir: Path, begun: Request, own: Request) -> OutputError:
 def begin(job: Job, share: Share = WHOLE) -> bool:
     """Prepare the folder so that writing cannot fail for lack of space or permission.
 
-    Call it with ``place.alone``. It continues an interrupted job of the same plan. Return whether
+    Call it with ``place.lock``. It continues an interrupted job of the same plan. Return whether
     there is anything to do: for a part, the output may be complete.
 
     Raises:
@@ -196,7 +196,9 @@ def begin(job: Job, share: Share = WHOLE) -> bool:
         raise _other_plan(plan.out_dir, found.request, job.sealed.request)
     if is_shared and not plan.overwrite and is_complete(plan, place.target):
         return False
-    if place.is_renamed or not (found or any(leaves(place.journal))):
+    with writing(place.target):
+        is_begun = not place.is_renamed and (found is not None or is_folder(place.journal))
+    if not is_begun:
         may_replace = plan.overwrite and (place.is_renamed or not is_shared)
         check_content(place.target, overwrite=may_replace, is_checkpoint=plan.form.is_checkpoint)
     for source in plan.sources:
@@ -204,12 +206,18 @@ def begin(job: Job, share: Share = WHOLE) -> bool:
     for side in plan.side_files:
         if side.origin is not None and side.version is not None:
             check_unchanged(side.origin, side.version)
-    if continues:
-        place.resume(job.sealed.filenames)
-    else:
-        place.clear(job.sealed.filenames | (set() if found is None else found.filenames))
+    others = set() if found is None else found.filenames
+    place.prepare(job.sealed.filenames | others, resumes=continues)
+    notes = _NOTES_NBYTES + _NOTES_RATIO * job.sealed.nbytes
     try:
-        _prepare(job)
+        place.reserve(job.sealed.sizes, sum(side_nbytes(plan).values()) + notes)
+        with writing(place.plan_path):
+            try:
+                write_durably(place.plan_path, job.sealed.content, is_new=not place.is_renamed)
+            except FileExistsError:  # in a bucket, another part began at this moment
+                other = load(plan.out_dir)
+                if other is None or other.digest != job.sealed.digest:
+                    raise
     except BaseException as error:  # a full disk, Ctrl-C
         if place.is_renamed and not continues:
             abandon(place.folder, error)
@@ -219,10 +227,11 @@ def begin(job: Job, share: Share = WHOLE) -> bool:
 
 def _begun(place: Destination, out_dir: Path) -> SealedPlan | None:
     """Return the plan of an unfinished folder; ``None`` if complete, or unreadable and unused."""
-    if not place.is_renamed and is_file(place.target / MANIFEST_NAME):
-        if is_folder(place.journal):
-            remove(place.journal)
-        return None
+    with writing(place.target):
+        if not place.is_renamed and is_file(place.target / MANIFEST_NAME):
+            if is_folder(place.journal):
+                remove(place.journal)
+            return None
     try:
         return load(out_dir)
     except (OutputError, UnsafeError):
@@ -231,21 +240,7 @@ def _begun(place: Destination, out_dir: Path) -> SealedPlan | None:
         return None
 
 
-def _prepare(job: Job) -> None:
-    """Allocate space, and write the sealed plan."""
-    plan, place, content = job.plan, job.place, job.sealed.content
-    notes = _NOTES_NBYTES + _NOTES_RATIO * job.sealed.nbytes
-    place.reserve(job.sealed.sizes, sum(side_nbytes(plan).values()) + notes)
-    with writing(place.plan_path):
-        try:
-            write_durably(place.plan_path, content, is_new=not place.is_renamed)
-        except FileExistsError:  # in a bucket, another part began at this moment
-            other = load(plan.out_dir)
-            if other is None or other.digest != job.sealed.digest:
-                raise
-
-
-def write(job: Job, share: Share = WHOLE, reader: Reader = read_plainly) -> PartReport:
+def write(job: Job, share: Share = WHOLE, reader: Reader = WeightReader.of_plan) -> Written:
     """Write a part: each of its files is on the disk, read back, and has a receipt.
 
     Part 1 also compares replicas.
@@ -254,31 +249,19 @@ def write(job: Job, share: Share = WHOLE, reader: Reader = read_plainly) -> Part
         OutputError: another process writes this part, or the system refuses to write.
         CheckpointError: a source is damaged, or changed.
     """
-    began = time.monotonic()
     plan, journal = job.plan, job.journal
     findings: tuple[Finding, ...] = ()
-    with job.place.part(str(share)), WeightReader.of_plan(plan) as sources:
-        own = share.select([one.data_nbytes for one in job.sealed.sizes])
-        rest = find_unwritten(job.sealed, own, job.place.folder, journal, job.meter)
+    with job.place.lock_part(str(share)), reader(plan) as sources:
+        rest = _find_unwritten(job, share)
         files = (plan.shards[number] for number in rest)  # each is decoded when its turn comes
         if share.number == 1 and journal.compared() is None:
             findings = _compare(plan, sources)
             journal.add_compared(findings, sources.compared)
-        read = reader(sources)
-        write_files(plan, files, job.place.folder, journal, sources, job.verify, job.meter, read)
+        sources.prepare()
+        write_files(plan, files, job.place.folder, journal, sources, job.verify, job.meter)
         sources.check_unchanged()
-        return PartReport(
-            out_dir=plan.out_dir,
-            part=share.number,
-            parts=share.count,
-            missing=(),
-            origin=plan.origin,
-            nbytes_read=sources.nbytes_read,
-            nbytes_written=sum(job.sealed.sizes[number].data_nbytes for number in rest),
-            seconds=time.monotonic() - began,
-            findings=findings,
-            warnings=plan.warnings,
-        )
+        names = tuple(job.sealed.sizes[number].filename for number in rest)
+        return Written(sources.nbytes_read, names, findings)
 
 
 def _compare(plan: ExportPlan, sources: WeightReader) -> tuple[Finding, ...]:
@@ -290,27 +273,24 @@ def _compare(plan: ExportPlan, sources: WeightReader) -> tuple[Finding, ...]:
     return (*renamed, *roundings)
 
 
-def find_unwritten(
-    sealed: SealedPlan, numbers: Sequence[int], folder: Path, journal: Journal, meter: Meter
-) -> list[int]:
-    """Return the numbers of files without a receipt, or with other content than it says."""
-    sizes = [sealed.sizes[number] for number in numbers]
-    receipts = [journal.find(one.filename) for one in sizes]
-    meter.expect((), left=[one for one, receipt in zip(sizes, receipts, strict=True) if receipt])
-    rest = []
+def _find_unwritten(job: Job, share: Share) -> list[int]:
+    """Return the numbers of files without a receipt, or whose content differs from it."""
+    sizes, meter = job.sealed.sizes, job.meter
+    rest = share.select([one.data_nbytes for one in sizes])
+    receipts = {number: job.journal.find(sizes[number].filename) for number in rest}
+    meter.expect((), left=[sizes[number] for number in rest if receipts[number]])
     with ThreadPoolExecutor(READBACK_THREADS) as readers:
-        for number, size, receipt in zip(numbers, sizes, receipts, strict=True):
-            path, file = folder / size.filename, sealed.plan.shards[number]
+        for number, receipt in receipts.items():
+            path, file = job.place.folder / sizes[number].filename, job.plan.shards[number]
             if receipt and still_holds(path, file, receipt, readers, meter.compared):
-                meter.resumed(size.data_nbytes)
-            else:
-                rest.append(number)
-    meter.expect([sealed.sizes[number] for number in rest])
+                meter.resumed(sizes[number].data_nbytes)
+                rest.remove(number)
+    meter.expect([sizes[number] for number in rest])
     return rest
 
 
-def finish(job: Job, began: float) -> ExportReport:
-    """Publish the output, whoever wrote its files. Call it with ``place.alone``.
+def finish(job: Job) -> ExportReport:
+    """Publish the output of all parts. Call it with ``place.lock``.
 
     Every file has a receipt and is unchanged, every record that was read has the right checksum,
     and the small files are read back.
@@ -328,7 +308,7 @@ def finish(job: Job, began: float) -> ExportReport:
     tensors: dict[str, TensorEntry] = {}
     findings = [*plan.findings, *compared.findings]
     with WeightReader.of_plan(plan) as sources:
-        sources.take_compared([journal.ranges(compared)])
+        sources.take_compared(journal.ranges(compared))
         for file, receipt in zip(plan.shards, receipts, strict=True):
             sources.take(journal.ranges(receipt))
             files[file.filename] = FileEntry(file.nbytes, receipt.digests.whole)
@@ -346,9 +326,9 @@ def finish(job: Job, began: float) -> ExportReport:
         check_small(folder / side.filename, files[side.filename].blake3, job.verify)
     if plan.overwrite and place.is_renamed:  # the old folder may have changed since the beginning
         check_content(place.target, overwrite=True, is_checkpoint=plan.form.is_checkpoint)
-    content = b"".join(manifest.lines())
+    content = manifest.encode()
     files[MANIFEST_NAME] = FileEntry(len(content), blake3(content).hexdigest())
-    place.write_manifest(content, {one.filename for one in job.sealed.sizes})
+    place.write_manifest(content)
     if place.is_renamed:  # in a bucket the output exists now: nothing may fail any more
         check_small(folder / MANIFEST_NAME, files[MANIFEST_NAME].blake3, job.verify)
     warnings = [*plan.warnings]
@@ -361,7 +341,7 @@ def finish(job: Job, began: float) -> ExportReport:
         tensors=len(tensors),
         nbytes_read=nbytes_read,
         nbytes_written=sum(entry.nbytes for entry in files.values()),
-        seconds=time.monotonic() - began,
+        seconds=time.monotonic() - job.began,
         findings=tuple(findings),
         warnings=tuple(warnings),
         notes=plan.notes,
@@ -391,9 +371,9 @@ def _receipts(job: Job) -> list[Receipt]:
 
 def _lacks(job: Job, names: Set[str]) -> OutputError:
     return OutputError(
-        "lacks parts",
+        "parts are missing",
         path=job.place.target,
-        found=f"missing or changed: {some(sorted(names), 8)}",
+        found=f"no valid {some(sorted(names), 8)}",
         hint="Run the same command again, or all of its parts; finished files are reused",
     )
 

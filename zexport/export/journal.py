@@ -23,13 +23,13 @@ from zexport.findings import Finding
 from zexport.ranges.cast import Statistics
 from zexport.ranges.coverage import Ranges
 from zexport.ranges.digest import DIGEST_NBYTES, FileDigests
-from zexport.storage.contents import read_whole
 from zexport.storage.files import (
     children,
     exists,
     identity,
     is_file,
     is_folder,
+    read_whole,
     write_durably,
 )
 from zexport.storage.os_errors import reading, writing

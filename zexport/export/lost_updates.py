@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TypeAlias
 
 import numpy as np
@@ -13,7 +13,7 @@ from zexport.findings import Finding, FindingKind
 from zexport.ranges.cast import bits_seen_as
 from zexport.ranges.computed import ComputedExtent, LowRankUpdate, ScaledSum
 from zexport.ranges.dtypes import DType
-from zexport.ranges.source import Read
+from zexport.ranges.source import ByteSource, Read
 
 _TENSORS_MAX = 128
 _SAMPLE_NUMEL = 1024
@@ -41,9 +41,12 @@ def compare_roundings(plan: ExportPlan, sources: WeightReader) -> tuple[Finding,
     changed = kept = 0
     with sources.samples() as samples:
         for tensor in updated[:: -(-len(updated) // _TENSORS_MAX)]:
-            for window in _updates_in(tensor):
-                exact, rounded = _differing(window, (DType.F32, tensor.dtype), samples.read_into)
-                changed, kept = changed + exact, kept + rounded
+            for update, first, numel in _updates_in(tensor):
+                window = (first, numel, samples.read_into)
+                before = _elements(update.base.source, update.base.dtype, *window)
+                after = _elements(update, DType.F32, *window)
+                changed += _count(before, after, DType.F32)
+                kept += _count(before, after, tensor.dtype)
     if kept * _LEAST_KEPT >= changed:
         return ()
     dtype = updated[0].dtype.value.lower()
@@ -61,13 +64,14 @@ def _updates_in(tensor: TensorPlan) -> Iterator[_Window]:
             yield extent.of, extent.offset // itemsize, extent.nbytes // itemsize
 
 
-def _differing(window: _Window, dtypes: Sequence[DType], read: Read) -> list[int]:
-    """Return, for each dtype, how many elements the update changes after rounding to it."""
-    update, first, numel = window
-    sides = []
-    for source, stored in ((update.base.source, update.base.dtype), (update, DType.F32)):
-        elements = bytearray(numel * stored.itemsize)
-        read(source, first * stored.itemsize, memoryview(elements))
-        sides.append((elements, stored))
-    rounded = ((bits_seen_as(*side, dtype) for side in sides) for dtype in dtypes)
-    return [int(np.count_nonzero(np.not_equal(*bits))) for bits in rounded]
+def _elements(
+    source: ByteSource, dtype: DType, first: int, numel: int, read: Read
+) -> tuple[bytearray, DType]:
+    elements = bytearray(numel * dtype.itemsize)
+    read(source, first * dtype.itemsize, memoryview(elements))
+    return elements, dtype
+
+
+def _count(before: tuple[bytearray, DType], after: tuple[bytearray, DType], dtype: DType) -> int:
+    """Return how many elements differ after rounding to ``dtype``."""
+    return int(np.count_nonzero(bits_seen_as(*before, dtype) != bits_seen_as(*after, dtype)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 
 import msgspec
@@ -18,7 +18,7 @@ from zexport.export.plan import ExportPlan
 from zexport.filenames import MANIFEST_NAME
 from zexport.findings import Finding
 from zexport.ranges.dtypes import DType
-from zexport.storage.contents import read_regular
+from zexport.storage.files import read_regular
 from zexport.storage.json import Natural, as_table, plain_of
 from zexport.storage.os_errors import reading
 
@@ -97,43 +97,32 @@ class Manifest(Struct, frozen=True):
         """Return the names of the files that contain tensors."""
         return {entry.shard for entry in self.tensors.values()}
 
-    def lines(self) -> Iterator[bytes]:
-        """Yield the file: JSON with sorted keys, and a digest of all other lines.
+    def encode(self) -> bytes:
+        """Return the file: JSON with sorted keys, and a digest of all other lines.
 
         Each tensor, file, source and finding has its own line.
         """
-        hasher = blake3()
-        for data in self._pieces({}):
-            hasher.update(data)
-        yield from self._pieces({"blake3": hasher.hexdigest()})
-
-    def _pieces(self, digest: Mapping[str, str]) -> Iterator[bytes]:
-        tables = {
-            "files": _table("{}", (_member(n, self.files[n]) for n in sorted(self.files))),
-            "findings": _table("[]", map(_json, self.findings)),
-            "sources": _table("[]", map(_json, self.sources)),
-            "tensors": _table("{}", (_member(n, self.tensors[n]) for n in sorted(self.tensors))),
-        }
-        own = {"schema": SCHEMA, "zexport_version": self.zexport_version}
-        values = {**self.provenance, **digest, **own}
-        separator = "{\n  "
-        for key in sorted([*tables, *values]):
-            yield f"{separator}{_json(key)}: ".encode()
-            yield from tables[key] if key in tables else [_json(values[key]).encode()]
-            separator = ",\n  "
-        yield b"\n}\n"
+        entries = {key: _json(value) for key, value in self.provenance.items()}
+        entries |= {"schema": _json(SCHEMA), "zexport_version": _json(self.zexport_version)}
+        entries |= {"files": _table(self.files), "tensors": _table(self.tensors)}
+        entries["findings"] = _lines("[]", map(_json, self.findings), "  ")
+        entries["sources"] = _lines("[]", map(_json, self.sources), "  ")
+        entries["blake3"] = _json(blake3(_object(entries)).hexdigest())
+        return _object(entries)
 
 
-def _table(brackets: str, entries: Iterator[str]) -> Iterator[bytes]:
-    separator = f"{brackets[0]}\n    "
-    for entry in entries:
-        yield f"{separator}{entry}".encode()
-        separator = ",\n    "
-    yield (f"\n  {brackets[1]}" if separator[0] == "," else brackets).encode()
+def _object(entries: Mapping[str, str]) -> bytes:
+    lines = (f"{_json(key)}: {entries[key]}" for key in sorted(entries))
+    return (_lines("{}", lines, "") + "\n").encode()
 
 
-def _member(key: str, value: object) -> str:
-    return f"{_json(key)}: {_json(value)}"
+def _table(entries: Mapping[str, object]) -> str:
+    return _lines("{}", (f"{_json(n)}: {_json(entries[n])}" for n in sorted(entries)), "  ")
+
+
+def _lines(brackets: str, entries: Iterable[str], indent: str) -> str:
+    inner = f",\n{indent}  ".join(entries)
+    return f"{brackets[0]}\n{indent}  {inner}\n{indent}{brackets[1]}" if inner else brackets
 
 
 def _json(value: object) -> str:
@@ -143,10 +132,11 @@ def _json(value: object) -> str:
 def source_entries(plan: ExportPlan, digests: Mapping[Path, str]) -> tuple[SourceEntry, ...]:
     """Return the manifest entries of the files that were read, by path."""
     names = plan.source_names
-    versions = ((one.path, one.version) for one in plan.sources)
     entries = (
-        SourceEntry(names[path], version.nbytes, version.mtime_ns, digests.get(path))
-        for path, version in versions
+        SourceEntry(
+            names[one.path], one.version.nbytes, one.version.mtime_ns, digests.get(one.path)
+        )
+        for one in plan.sources
     )
     return tuple(sorted(entries, key=lambda entry: entry.path))
 
@@ -197,4 +187,4 @@ def check_inside(name: str) -> None:
     path = PurePosixPath(name)
     os.fsencode(name)  # raises for names that no file can have
     if name != str(path) or path.is_absolute() or ".." in path.parts or "\0" in name:
-        raise ValueError(f"expected a file in the folder, found {name!r}")
+        raise ValueError(f"{name!r}, which is not a file in the folder")

@@ -17,12 +17,11 @@ from msgspec.structs import replace
 from zexport.checkpoint.state import Role, StoredTensor, TrainingState, source_of
 from zexport.errors import DamagedCheckpointError, FrozenLeftOutError, UnsupportedError, UsageError
 from zexport.export.adapters import Adapter, check_whole
-from zexport.export.base_model import Base, under_names_of
+from zexport.export.base_model import Base
 from zexport.export.hub_tensors import tensor_in_memory
-from zexport.export.peft_config import AdapterConfig
-from zexport.export.peft_names import names_of_adapter, parse_name
+from zexport.export.peft import AdapterConfig, names_of_adapter, parse_name
 from zexport.export.weights import Weights
-from zexport.model.names import ModelNames, NamesUnknown
+from zexport.model.hub_names import ModelNames, NamesUnknown
 from zexport.options import Engine, ExportOptions
 from zexport.ranges.computed import Elements, Factors, LowRankUpdate, Recast, ScaledSum
 from zexport.ranges.dtypes import DType
@@ -145,11 +144,10 @@ def base_as_trained(
     adapter: Adapter,
     dtype: DType | None,
 ) -> Base:
-    """Return the base by the model's names, with floating-point weights rounded to ``dtype``.
+    """Return the base with floating-point weights rounded to ``dtype``.
 
     The base may be the encoder within the model that the adapter was trained on.
     """
-    given = under_names_of(names, given)
     prefix = f"{names.base_prefix}." if isinstance(names, ModelNames) and names.base_prefix else ""
     parts = names_of_adapter(stored.tensors, adapter.name).values()
     wanted = {f"{one.module}.weight" for one in parts if not one.is_copy} - given.tensors.keys()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from msgspec import Struct
@@ -11,7 +12,14 @@ from zexport.checkpoint.state import Role, StoredTensor, source_of
 from zexport.errors import DamagedCheckpointError, NamesMismatchError
 from zexport.export.weights import PEFT_PREFIX, Weights
 from zexport.model.config import ConfigFile, with_stored_sizes
-from zexport.model.names import Fit, ModelNames, NamesUnknown, Stored, best_fit, wrapper_prefixes
+from zexport.model.hub_names import (
+    Fit,
+    ModelNames,
+    NamesUnknown,
+    Stored,
+    best_fit,
+    wrapper_prefixes,
+)
 from zexport.model.names_client import Learner
 from zexport.options import ExportOptions, NameLayout
 from zexport.ranges.compare import are_equal
@@ -191,23 +199,17 @@ def _head_names(names: ModelNames, stored: Stored) -> frozenset[str]:
 def _outside(firsts: set[str], stored: Iterable[str]) -> frozenset[str]:
     """Return the names outside the model, whose names begin with one of ``firsts``.
 
-    Wrappers may be around it; of their children, the model is in the one with the most names.
+    Wrappers may be around it: the model has the prefix that the most names share.
     """
-    outside: set[str] = set()
-    inside, prefix = list(stored), ""
-    while inside:
-        parts: dict[str, list[str]] = {}
-        for name in inside:
-            parts.setdefault(name.removeprefix(prefix).partition(".")[0], []).append(name)
-        is_model = bool(firsts & parts.keys())
-        main = firsts if is_model else {max(parts, key=lambda part: len(parts[part]))}
-        outside.update(n for part, members in parts.items() for n in members if part not in main)
-        if is_model:
-            return frozenset(outside)
-        (first,) = main
-        prefix += f"{first}."
-        inside = [name for name in parts[first] if name.startswith(prefix)]
-    return frozenset()
+    names = [name.split(".") for name in stored]
+    prefixes = Counter(
+        tuple(parts[:at]) for parts in names for at, part in enumerate(parts) if part in firsts
+    )
+    prefix = max(prefixes, key=lambda one: (prefixes[one], -len(one)), default=())
+    inside = {(*prefix, first) for first in firsts}
+    return frozenset(
+        ".".join(parts) for parts in names if tuple(parts[: len(prefix) + 1]) not in inside
+    )
 
 
 class Ties(Struct, frozen=True):

@@ -9,31 +9,23 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from zexport.checkpoint.resolve import framework_of, is_tag_dir, list_run_checkpoints, list_tags
+from zexport.checkpoint.resolve import is_tag_dir, list_run_checkpoints, list_tags
 from zexport.errors import DamagedCheckpointError, OutputError, VerificationError
 from zexport.export.manifest import Manifest, read_manifest, source_entries
-from zexport.export.plan import ExportPlan, Origin
+from zexport.export.plan import ExportPlan
 from zexport.filenames import CONFIG, MANIFEST_NAME
-from zexport.storage.contents import read_json_object
-from zexport.storage.files import (
-    children,
-    exists,
-    is_file,
-    is_folder,
-    is_local,
-    leaves,
-    real,
-)
+from zexport.storage.files import children, exists, is_file, is_folder, is_local, leaves, real
+from zexport.storage.json import read_json_object
 from zexport.storage.location import home, is_mount, working_folder
 from zexport.storage.os_errors import reading, writing
 from zexport.text import some
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "adapter_model.bin")
-_IN_FOLDERS = (
-    r"additional_chat_templates/[^/]+\.jinja"
+_FILES = (
+    r"[^/]+|additional_chat_templates/[^/]+\.jinja"
     r"|\d+_\w+/(config\.json|model\.safetensors|pytorch_model\.bin)"
 )
-"""Files of a model in folders: chat templates (transformers), modules (sentence-transformers)."""
+"""Files of a model; in folders: chat templates (transformers), modules (sentence-transformers)."""
 
 _TRAINER_NAME = re.compile(r"checkpoint-(\d+)")
 """A Trainer counts names with this start (``save_total_limit``) and resumes from whole names.
@@ -64,21 +56,14 @@ def check_place(target: Path, sources: Iterable[Path]) -> None:
             )
     for folder, is_checkpoint in {(path.parent, path.suffix == ".pt") for path in sources}:
         place = real(folder)
-        if place.is_relative_to(target) or (is_checkpoint and _is_inside(target, place)):
+        is_inside = is_checkpoint and target.is_relative_to(place)
+        if place.is_relative_to(target) or is_inside:
             raise OutputError(
                 "would be mixed with the input files",
                 path=target,
                 found=f"sources in {folder}",
                 hint="Choose a folder outside the checkpoint",
             )
-
-
-def _is_inside(target: Path, tag_dir: Path) -> bool:
-    """Whether a folder is in a tag folder, or in the checkpoint folder around only that tag."""
-    root = tag_dir.parent
-    if not target.is_relative_to(root) or target.is_relative_to(tag_dir):
-        return target.is_relative_to(tag_dir)
-    return not (framework_of(root, tag_dir.name).keeps_runs or list_run_checkpoints(root))
 
 
 def check_content(target: Path, *, overwrite: bool, is_checkpoint: bool) -> None:
@@ -136,12 +121,9 @@ def _check_unedited(target: Path) -> None:
 
 
 def _check_model(target: Path) -> None:
-    foreign = {path.relative_to(target).as_posix(): path for path in leaves(target)}
-    if _is_model(target):
-        for name, path in [*foreign.items()]:
-            if "/" not in name or re.fullmatch(_IN_FOLDERS, name) or is_folder(path):
-                del foreign[name]
-    if foreign:
+    known = _FILES if _is_model(target) else "(?!)"
+    names = (path.relative_to(target).as_posix() for path in leaves(target))
+    if foreign := [name for name in names if not re.fullmatch(known, name)]:
         raise OutputError(
             "contains files of neither an export nor a model; --overwrite would remove them",
             path=target,
@@ -166,8 +148,7 @@ def with_warnings(plan: ExportPlan) -> ExportPlan:
         OutputError: training would resume from the output, which has only weights.
     """
     target = real_path(plan.out_dir)
-    found = (*_run_warnings(target, plan), *plan.warnings, *_replaced(target, plan))
-    return replace(plan, warnings=found)
+    return replace(plan, warnings=(*_run_warnings(target, plan), *plan.warnings))
 
 
 def _run_warnings(target: Path, plan: ExportPlan) -> Iterator[str]:
@@ -193,15 +174,6 @@ def _run_warnings(target: Path, plan: ExportPlan) -> Iterator[str]:
             f"{target.name} is in the folder of a run: its Trainer {resumes}counts it as a "
             "checkpoint and may remove it (save_total_limit). Choose another name or folder"
         )
-
-
-def _replaced(target: Path, plan: ExportPlan) -> Iterator[str]:
-    with writing(target):
-        if plan.overwrite and is_folder(target) and children(target):
-            manifest = _manifest_in(target)
-            checkpoint = manifest and Origin.recorded(manifest.provenance.get("checkpoint"))
-            what = f"an export of {checkpoint}" if checkpoint else "a model"
-            yield f"this replaces {target}, which contains {what}"
 
 
 def is_complete(plan: ExportPlan, target: Path) -> bool:

@@ -17,8 +17,7 @@ from zexport.export.adapters import Adapter, check_whole
 from zexport.export.base_model import check_plain, judge_base
 from zexport.export.gather import Inputs
 from zexport.export.hub_folder import Folder, describe_beyond, files_of_base
-from zexport.export.peft_config import EMBEDDINGS
-from zexport.export.peft_names import inner_name, names_of_adapter, parse_name
+from zexport.export.peft import EMBEDDINGS, inner_name, names_of_adapter, parse_name
 from zexport.export.plan import DTYPES, FilePlan, SideFile, plan_file, qualified
 from zexport.export.weights import PEFT_PREFIX
 from zexport.filenames import ADAPTER_CONFIG, ADAPTER_FILE, README
@@ -58,21 +57,14 @@ def peft_folder(inputs: Inputs) -> Folder:
         shards.append(plan_file(filename, kept, dtypes))
         written += kept.values()
         warnings += _warnings(inputs, adapter, kept)
-    base_files = files_of_base(inputs)
-    findings, of_base = judge_base(
+    findings = judge_base(
         inputs.base_check,
         inputs.base,
         inputs.options,
         uses_weights=bool(from_base),
-        files=base_files,
+        files=files_of_base(inputs),
     )
-    saved = [one for one in inputs.saved.values() if one.description]
-    all_warnings = (
-        *of_base,
-        *inputs.warnings,
-        *(one.description for one in saved if not one.is_of_step),
-        *warnings,
-    )
+    all_warnings = (*inputs.base_check.warnings, *inputs.warnings, *warnings)
     dtype = shards[0].tensors[0].dtype if shards[0].tensors else DType.F32
     names = ", ".join(repr(adapter.name) for adapter in inputs.adapters)
     return Folder(
@@ -81,14 +73,12 @@ def peft_folder(inputs: Inputs) -> Folder:
         written=tuple(written),
         loadable=True,
         from_base=tuple(from_base),
-        base_files=base_files,
         findings=(*inputs.findings, *findings),
         warnings=all_warnings,
         notes=(
             *inputs.notes,
             f"the export is a PEFT adapter ({names}), not a model. To merge it, pass "
             "--adapter merge, and --base unless the checkpoint contains the base model",
-            *(one.description for one in saved if one.is_of_step),
         ),
     )
 

@@ -2,39 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from zexport.checkpoint.state import StoredTensor, TrainingState, source_of
+from zexport.errors import MemoryLimitError
 from zexport.findings import Finding, FindingKind
 from zexport.formats.safetensors import HeaderEntry, SafetensorsFrame, build_header
 from zexport.formats.torch_writer import TorchFrame, TorchRecords, lay_out
 from zexport.model.hub_cache import GivenBase
-from zexport.options import CheckMode, ExportDType
+from zexport.options import CheckMode, ExportDType, ExportOptions, ReshardOptions
 from zexport.ranges.compare import CastReplica, Replica
+from zexport.ranges.computed import updates_in
 from zexport.ranges.dtypes import DType
-from zexport.ranges.source import ByteSource, Member
+from zexport.ranges.source import ByteSource, Record
+from zexport.storage.files import version
 from zexport.storage.json import Json, Natural
+from zexport.storage.os_errors import reading
 from zexport.storage.storage import Version
 from zexport.text import brief
 
 if TYPE_CHECKING:
     from zexport.ranges.reader import ReadableFile
 
+_PROCESS_NBYTES = 96 << 20
+"""Memory of the process before the first chunk: interpreter, numpy and the plan."""
+
+_CHUNK_NBYTES_MAX = 2 << 20
+_CHUNK_NBYTES_MIN = 64 << 10
+_BUFFERS_PER_JOB = 3
+"""Source bytes, cast bytes, and a temporary."""
+_BYTES_PER_SECOND = 1_000_000_000
+_MB = 1_000_000
+
+
+DTYPES = {
+    ExportDType.FP32: DType.F32,
+    ExportDType.BF16: DType.BF16,
+    ExportDType.FP16: DType.F16,
+}
+"""The values of ``--dtype`` that name a dtype."""
+
+WEIGHTS_ONLY = "weights only: from_pretrained will not load this"
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
 
 def qualified(filename: str, name: str) -> str:
-    """Return a tensor's name in the whole output: the folder of its file, if any, comes first."""
+    """Return a tensor's name in the whole output: after its file's folder, if any.
+
+    In a torch file, it comes after the file's name.
+    """
     folder, slash, _ = filename.rpartition("/")
     return f"{folder}/{name}" if slash else name
-
-
-def qualified_by_file(filename: str, name: str) -> str:
-    """Return the name of a tensor in a torch file: its file comes first."""
-    return f"{filename}/{name}"
 
 
 Frame: TypeAlias = SafetensorsFrame | TorchFrame | TorchRecords
@@ -92,16 +116,16 @@ class SideFile(Struct, frozen=True):
 class SourceFile(Struct, frozen=True):
     """A file that the plan reads, and its records by offset.
 
-    A record is a zip member, a storage of a legacy torch file, or a tensor of safetensors.
+    A record is a zip record, a storage of a legacy torch file, or a tensor of safetensors.
     """
 
     path: Path
     version: Version
-    members: tuple[Member, ...]
+    records: tuple[Record, ...]
 
     @classmethod
     def of(cls, file: ReadableFile) -> SourceFile:
-        return cls(file.path, file.version, file.members)
+        return cls(file.path, file.version, file.records)
 
 
 class Origin(Struct, frozen=True):
@@ -243,18 +267,6 @@ class ExportPlan(Struct, frozen=True):
         }
 
 
-DTYPES = {
-    ExportDType.FP32: DType.F32,
-    ExportDType.BF16: DType.BF16,
-    ExportDType.FP16: DType.F16,
-}
-"""The values of ``--dtype`` that name a dtype."""
-
-WEIGHTS_ONLY = "weights only: from_pretrained will not load this"
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-
-
 def plan_file(
     filename: str, tensors: Mapping[str, StoredTensor], dtypes: Mapping[str, DType]
 ) -> FilePlan:
@@ -299,6 +311,152 @@ def plan_torch_file(filename: str, value: object) -> FilePlan:
             offset=one.offset,
         )
         for one in placed
-        for name in (qualified_by_file(filename, one.name),)
+        for name in (f"{filename}/{one.name}",)
     )
     return FilePlan(filename, frame, tensors)
+
+
+def _calculation_nbytes(shards: Iterable[FilePlan], jobs: int) -> int:
+    """Return the memory for the largest computed tensor (a merged weight), without buffers."""
+    from zexport.ranges.calculator import held_nbytes  # noqa: PLC0415 - imports numpy
+
+    updates = updates_in(tensor.source for shard in shards for tensor in shard.tensors)
+    largest = max(updates, key=lambda update: held_nbytes(update, jobs), default=None)
+    return 0 if largest is None else held_nbytes(largest, jobs)
+
+
+def share_memory(
+    options: ExportOptions | ReshardOptions, shards: Iterable[FilePlan] = ()
+) -> tuple[int, int]:
+    """Return worker threads and bytes of a chunk that stay within ``--max-memory``.
+
+    Raises:
+        MemoryLimitError: ``--max-memory`` is too small for one thread.
+    """
+    jobs = max(1, options.jobs)
+    if options.max_memory_nbytes is None:
+        return jobs, _CHUNK_NBYTES_MAX
+    needed = _PROCESS_NBYTES + _calculation_nbytes(shards, 1)
+    extra = _calculation_nbytes(shards, 2) - _calculation_nbytes(shards, 1)
+    spare = options.max_memory_nbytes - needed
+    jobs = min(jobs, max(1, spare // (extra + _BUFFERS_PER_JOB * _CHUNK_NBYTES_MIN)))
+    chunk = min(_CHUNK_NBYTES_MAX, (spare - (jobs - 1) * extra) // (_BUFFERS_PER_JOB * jobs))
+    if chunk < _CHUNK_NBYTES_MIN:
+        raise MemoryLimitError(
+            "--max-memory is too small",
+            found=f"{options.max_memory_nbytes // _MB:,} MB",
+            expected=f"{-(-(needed + _BUFFERS_PER_JOB * _CHUNK_NBYTES_MIN) // _MB):,} MB or more",
+            hint="Raise --max-memory",
+        )
+    return jobs, chunk - chunk % 4096
+
+
+class PlannedFile(Struct, frozen=True):
+    """A safetensors file.
+
+    Attributes:
+        name: name in the output folder.
+        nbytes: size, with its header.
+        tensors: number of tensors.
+    """
+
+    name: str
+    nbytes: Natural
+    tensors: Natural
+
+
+class PlannedSource(Struct, frozen=True):
+    """A file that would be read, at least in part.
+
+    Attributes:
+        path: its path.
+        nbytes: its size.
+    """
+
+    path: Path
+    nbytes: Natural
+
+
+class PlanSummary(Struct, frozen=True, kw_only=True):
+    """What an export would do.
+
+    Attributes:
+        out_dir: the output folder.
+        origin: the checkpoint.
+        base: the base model; null without one.
+        form: dtypes and names of the output.
+        files: the safetensors files.
+        side_files: the other files, except the manifest.
+        sources: the files that would be read.
+        tensors: number of tensors.
+        nbytes_to_read: bytes of tensors to read.
+        nbytes_to_write: bytes of the safetensors files.
+        nbytes_compared: bytes of tensors that planning read to compare weights, if any.
+        memory_nbytes: upper estimate of the memory of the process.
+        seconds_at_1_gb_per_s: reading, then writing, at 10^9 bytes per second; an export overlaps
+            them.
+        jobs: worker threads.
+        overwrite: an existing folder would be replaced.
+        findings: findings of planning.
+        warnings: what the user should act on.
+        notes: what the user may want to know.
+    """
+
+    out_dir: Path
+    origin: Origin
+    base: GivenBase | None
+    form: Form
+    files: tuple[PlannedFile, ...]
+    side_files: tuple[str, ...]
+    sources: tuple[PlannedSource, ...]
+    tensors: Natural
+    nbytes_to_read: Natural
+    nbytes_to_write: Natural
+    nbytes_compared: Natural | UnsetType = UNSET
+    memory_nbytes: Natural
+    seconds_at_1_gb_per_s: float
+    jobs: Natural
+    overwrite: bool
+    findings: tuple[Finding, ...]
+    warnings: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def summarize(plan: ExportPlan) -> PlanSummary:
+    """Return the figures of a plan."""
+    to_read = sum(tensor.source.nbytes for file in plan.shards for tensor in file.tensors)
+    to_write = sum(file.nbytes for file in plan.shards)
+    buffers_nbytes = plan.jobs * _BUFFERS_PER_JOB * plan.chunk_nbytes
+    calculation_nbytes = _calculation_nbytes(plan.shards, plan.jobs)
+    return PlanSummary(
+        out_dir=plan.out_dir,
+        origin=plan.origin,
+        base=plan.base,
+        form=plan.form,
+        files=tuple(PlannedFile(f.filename, f.nbytes, len(f.tensors)) for f in plan.shards),
+        side_files=tuple(file.filename for file in plan.side_files),
+        sources=tuple(PlannedSource(file.path, file.version.nbytes) for file in plan.sources),
+        tensors=sum(len(file.tensors) for file in plan.shards),
+        nbytes_to_read=to_read,
+        nbytes_to_write=to_write,
+        nbytes_compared=plan.nbytes_compared or UNSET,
+        memory_nbytes=_PROCESS_NBYTES + buffers_nbytes + calculation_nbytes,
+        seconds_at_1_gb_per_s=(to_read + to_write) / _BYTES_PER_SECOND,
+        jobs=plan.jobs,
+        overwrite=plan.overwrite,
+        findings=plan.findings,
+        warnings=plan.warnings,
+        notes=plan.notes,
+    )
+
+
+def side_nbytes(plan: ExportPlan) -> dict[str, int]:
+    """Return the sizes of the side files by name."""
+    nbytes = {}
+    for side in plan.side_files:
+        if side.origin is None:
+            nbytes[side.filename] = len(side.content or b"")
+        else:
+            with reading(side.origin):
+                nbytes[side.filename] = version(side.origin).nbytes
+    return nbytes

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import zlib
-from bisect import bisect_right
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from enum import Enum
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from zexport.export.plan import (
 )
 from zexport.findings import Finding, FindingKind
 from zexport.formats.safetensors import SafetensorsFrame
-from zexport.formats.torch_writer import Record, TorchFrame, TorchRecords
+from zexport.formats.torch_writer import PlannedRecord, TorchFrame, TorchRecords
 from zexport.model.hub_cache import GivenBase
 from zexport.options import CheckMode
 from zexport.ranges import compare, computed, source
@@ -44,8 +44,7 @@ from zexport.storage.location import place
 from zexport.storage.storage import Version
 from zexport.storage.symlink_policy import Boundary
 
-_FORMAT = "zexport plan 2"
-_BLOCK_NBYTES, _BLOCKS_MAX = 64 << 10, 4
+_FORMAT = "zexport plan 3"
 
 
 class Request(Struct, frozen=True):
@@ -99,10 +98,10 @@ class SealedPlan(Struct, frozen=True):
 
 _RECORDS: tuple[type, ...] = (
     *(FilePlan, TensorPlan, SideFile, SourceFile, Origin, Form, GivenBase, Finding, Version),
-    *(SafetensorsFrame, TorchRecords, Record, DType, FindingKind, CheckMode),
-    *(source.Extent, source.Chain, source.Window, source.Striped, source.Member),
+    *(SafetensorsFrame, TorchRecords, PlannedRecord, DType, FindingKind, CheckMode),
+    *(source.Extent, source.Chain, source.Window, source.Partitioned, source.Record),
     *(computed.Elements, computed.Recast, computed.ScaledSum, computed.Factors, computed.Zeros),
-    *(computed.LowRankUpdate, computed.Stripes, computed.Stripe, source.Mosaic, source.Tile),
+    *(computed.LowRankUpdate, computed.Partitions, computed.Partition, source.Mosaic, source.Tile),
     *(compare.Replica, compare.CastReplica),
 )
 """All types in a plan except plain values; a record starts with its number in this list."""
@@ -110,7 +109,7 @@ _RECORDS: tuple[type, ...] = (
 _NUMBERS = {kind: number for number, kind in enumerate(_RECORDS)}
 _ROW, _TUPLE, _SET, _PATH = -1, -2, -3, -4
 _PLAIN = (str, int, float, bool, type(None), bytes)
-_OWN_ROW = (SourceFile, computed.Stripes)
+_OWN_ROW = (SourceFile, computed.Partitions)
 _DECIDES = (
     *("side_files", "sources", "replicas", "gathered", "check", "allow", "findings", "pruned"),
 )
@@ -133,29 +132,17 @@ class _Encoder:
     """The rows of a plan; what may be shared gets one row, by its identity."""
 
     def __init__(self, anchors: tuple[str, ...]) -> None:
-        self.packed = bytearray()
-        self._block = bytearray()
+        self.rows = bytearray()
         self._count = 0
         self._known: dict[object, tuple[object, int]] = {}  # with the object, so that its id stays
         self._anchors = [place(one) for one in anchors]
 
-    def add(self, row: object) -> None:
+    def add(self, row: object) -> int:
+        """Add a row; return its number."""
         data = msgspec.msgpack.encode(row)
-        self._block += len(data).to_bytes(4, "little") + data
+        self.rows += len(data).to_bytes(4, "little") + data
         self._count += 1
-        if len(self._block) >= _BLOCK_NBYTES:
-            self.flush()
-
-    def add_record(self, value: object) -> int:
-        """Add a record that nothing else refers to; return its row."""
-        self.add(self._record(value))
         return self._count - 1
-
-    def flush(self) -> None:
-        """Compress the rows since the last call."""
-        packed = zlib.compress(self._block, 1)
-        self.packed += len(packed).to_bytes(4, "little") + packed
-        self._block.clear()
 
     def wire(self, value: Any) -> object:
         """Return a plain value as it is, any other as a list that starts with its type."""
@@ -172,20 +159,20 @@ class _Encoder:
         if isinstance(value, Enum):
             return [_NUMBERS[kind], value.value]
         if hasattr(value, "constituents") or kind in _OWN_ROW:
-            return self._shared(id(value), value, self._record)
-        return self._record(value)
+            return self._shared(id(value), value, self.record)
+        return self.record(value)
 
     def _items(self, value: tuple[object, ...]) -> list[object]:
         return [_TUPLE, *map(self.wire, value)]
 
-    def _record(self, value: object) -> list[object]:
+    def record(self, value: object) -> list[object]:
+        """Return a value's type and fields."""
         kind: Any = type(value)
         return [_NUMBERS[kind], *(self.wire(getattr(value, name)) for name in _names(kind))]
 
     def _shared(self, key: object, value: Any, row: Callable[[Any], list[object]]) -> list[int]:
         if key not in self._known:
-            self.add(row(value))
-            self._known[key] = value, self._count - 1
+            self._known[key] = value, self.add(row(value))
         return [_ROW, self._known[key][1]]
 
     def _relative(self, path: Path) -> list[object]:
@@ -206,10 +193,10 @@ def seal(plan: ExportPlan, request: Request) -> bytes:
     shards, sizes = [], []
     for file in plan.shards:
         frame = file.frame.records() if isinstance(file.frame, TorchFrame) else file.frame
-        shards.append(encoder.add_record(structs.replace(file, frame=frame)))
+        shards.append(encoder.add(encoder.record(structs.replace(file, frame=frame))))
         sizes.append((file.filename, file.nbytes, file.data_nbytes))
     # Without checksums, two base models may have equal names, sizes and times.
-    bare = (s for s in plan.sources if not s.members or any(m.crc32 is None for m in s.members))
+    bare = (s for s in plan.sources if not s.records or any(r.crc32 is None for r in s.records))
     unproven = [[str(real(one.path)), changed_ns(one.path)] for one in bare]
     decides = [encoder.wire(getattr(plan, name)) for name in _DECIDES]
     provenance = json.dumps(dict(plan.provenance), sort_keys=True)
@@ -217,9 +204,9 @@ def seal(plan: ExportPlan, request: Request) -> bytes:
     encoder.add([shards, sizes, decides, provenance, context])
     informs = [encoder.wire(getattr(plan, name)) for name in _INFORMS]
     encoder.add([informs, msgspec.to_builtins(request)])
-    encoder.flush()
-    digest = blake3(encoder.packed, derive_key_context=_FORMAT).digest()
-    return _FORMAT.encode() + b"\n" + digest + encoder.packed
+    packed = zlib.compress(encoder.rows, 1)
+    digest = blake3(packed, derive_key_context=_FORMAT).digest()
+    return _FORMAT.encode() + b"\n" + digest + packed
 
 
 def unseal(content: bytes, path: Path, out_dir: Path, request: Request | None = None) -> SealedPlan:
@@ -235,8 +222,8 @@ def unseal(content: bytes, path: Path, out_dir: Path, request: Request | None = 
     if not is_ours or blake3(packed, derive_key_context=_FORMAT).digest() != digest:
         raise _not_ours(path, "a damaged plan, or one of another zexport")
     rows = _Rows(packed)
-    informs, requested = rows[-1]
-    shards, sizes, decides, provenance, context = rows[-2]
+    informs, requested = rows[-2]
+    shards, sizes, decides, provenance, context = rows[-3]
     if context[0] != __version__:
         raise _not_ours(path, f"a plan of zexport {context[0]}")
     recorded = msgspec.convert(requested, Request)
@@ -264,7 +251,7 @@ def _not_ours(path: Path, found: str) -> OutputError:
 
 
 class _Rows:
-    """Rows by number; only a few blocks are decompressed at a time.
+    """Rows by number, each decoded when asked for.
 
     Attributes:
         digest: BLAKE3 of all rows but the last, which does not decide the output.
@@ -272,36 +259,18 @@ class _Rows:
     """
 
     def __init__(self, packed: memoryview) -> None:
-        self._blocks: list[memoryview] = []
-        self._first: list[int] = []
-        self._count = self.nbytes = at = 0
-        digest, before = blake3(), b""
-        while at < len(packed):
-            end = at + 4 + int.from_bytes(packed[at : at + 4], "little")
-            self._blocks.append(packed[at + 4 : end])
-            self._first.append(self._count)
-            for row in _split(self._blocks[-1]):
-                digest.update(before)
-                before = row
-                self._count += 1
-                self.nbytes += len(row)
-            at = end
-        self.digest = digest.hexdigest()
-        self._rows = lru_cache(_BLOCKS_MAX)(lambda number: _split(self._blocks[number]))
+        self._data = memoryview(zlib.decompress(packed))
+        self._starts = array("Q")
+        self.nbytes, at = len(self._data), 0
+        while at < self.nbytes:
+            self._starts.append(at + 4)
+            at += 4 + int.from_bytes(self._data[at : at + 4], "little")
+        self.digest = blake3(self._data[: self._starts[-1] - 4]).hexdigest()
+        self._starts.append(self.nbytes + 4)
 
     def __getitem__(self, number: int) -> Any:
-        number %= self._count
-        block = bisect_right(self._first, number) - 1
-        return msgspec.msgpack.decode(self._rows(block)[number - self._first[block]])
-
-
-def _split(block: memoryview) -> list[bytes]:
-    data, at, rows = zlib.decompress(block), 0, []
-    while at < len(data):
-        end = at + 4 + int.from_bytes(data[at : at + 4], "little")
-        rows.append(data[at + 4 : end])
-        at = end
-    return rows
+        start, stop = self._starts[number], self._starts[number + 1] - 4
+        return msgspec.msgpack.decode(self._data[start:stop])
 
 
 class _Decoder:

@@ -17,13 +17,13 @@ from msgspec import Struct
 
 from zexport.checkpoint.state import FlatData, Role, StoredTensor, TrainingState, source_of
 from zexport.errors import DamagedCheckpointError, UnsupportedError, raise_all
-from zexport.export.plan import ExportPlan, SourceFile
+from zexport.export.plan import ExportPlan, SourceFile, TensorPlan
 from zexport.findings import Finding, FindingKind
 from zexport.options import CheckMode
 from zexport.ranges.compare import CastReplica, Comparison, Replica, are_equal, compare_casts
-from zexport.ranges.coverage import Ledger, Ranges
+from zexport.ranges.coverage import Coverage, Ranges
 from zexport.ranges.reader import ReadableFile, SourceReader
-from zexport.ranges.source import ByteSource, Places, paths_of
+from zexport.ranges.source import ByteSource, ExtentIndex, paths_of
 from zexport.storage.json import Natural
 from zexport.text import some
 
@@ -59,7 +59,7 @@ def account(checkpoint: TrainingState, exported: Iterable[StoredTensor]) -> Acco
     Raises:
         UnsupportedError: an element belongs to no parameter.
     """
-    flats = _Places(checkpoint.flats)
+    flats = _FlatRanges(checkpoint.flats)
     counted = [t for t in checkpoint.tensors if t.role is Role.TRAINABLE or flats.hold(t.source)]
     trained = {id(t.source): t for t in counted if t.source is not None}
     used = _reached((tensor.source for tensor in exported), trained.keys())
@@ -101,7 +101,7 @@ def _reached(sources: Iterable[ByteSource | None], known: Set[int]) -> set[int]:
     return seen & known
 
 
-class _Places(Places):
+class _FlatRanges(ExtentIndex):
     """The byte ranges of flat data, and whether they contain a source."""
 
     def __init__(self, flats: Sequence[FlatData]) -> None:
@@ -109,7 +109,7 @@ class _Places(Places):
         self.itemsize = max((flat.dtype.itemsize for flat in flats), default=1)
 
     def hold(self, source: ByteSource | None) -> bool:
-        """Whether a source begins, and so lies, in flat data."""
+        """Whether a source is in flat data."""
         if source is None or not source.nbytes:
             return False
         return self.find(next(iter(source.extents(0, 1)))) is not None
@@ -138,7 +138,7 @@ class WeightReader(SourceReader):
         self._gathered = gathered
         self._check = check
         self._allow = allow
-        self._compared: Ledger | None = None
+        self._compared: Coverage | None = None
 
     @classmethod
     def of_plan(cls, plan: ExportPlan) -> Self:
@@ -150,6 +150,15 @@ class WeightReader(SourceReader):
             allow=plan.allow,
         )
 
+    def prepare(self) -> None:
+        """Get ready to read tensors, once replicas are compared."""
+
+    def read_tensor(
+        self, tensor: TensorPlan, start: int, buffer: memoryview, coverage: Coverage
+    ) -> None:
+        """Fill ``buffer`` with a tensor's stored bytes from ``start``."""
+        self.read_into(tensor.source, start, buffer, coverage)
+
     def compare(self) -> tuple[Finding, ...]:
         """Compare all replicas; return a finding for each difference that the user accepts.
 
@@ -160,13 +169,13 @@ class WeightReader(SourceReader):
         Raises:
             DamagedCheckpointError: replicas differ, and no ``--allow`` accepts that.
         """
-        self._compared = self.new_ledger()
-        whole = partial(self.read_into, ledger=self._compared)
+        self._compared = self.new_coverage()
+        whole = partial(self.read_into, coverage=self._compared)
         casts = [one for one in self._replicas if isinstance(one, CastReplica)]
-        unnamed = [one for one in casts if one.names_it]
+        unnamed = [one for one in casts if one.is_matched_by_value]
         if differences := compare_casts(unnamed, whole, full=True, expect=self.expect):
-            raise _other_weight(differences)
-        named = [one for one in casts if not one.names_it]
+            raise _unnamed_mismatch(differences)
+        named = [one for one in casts if not one.is_matched_by_value]
         full = self._check is CheckMode.FULL
         with self.samples() as samples:
             read, expect = (whole, self.expect) if full else (samples.read_into, samples.expect)
@@ -179,8 +188,8 @@ class WeightReader(SourceReader):
             for one in self._replicas
             if isinstance(one, Replica) and not are_equal(whole, one.kept, one.other)
         ]
-        problems = [_not_the_masters(differences, named)] if differences else []
-        problems += [_diverged(unequal)] if unequal else []
+        problems = [_cast_mismatch(differences, named)] if differences else []
+        problems += [_replica_mismatch(unequal)] if unequal else []
         refused = [problem for problem in problems if problem.finding not in self._allow]
         if refused:
             raise_all(refused, refused[0].path)
@@ -202,17 +211,16 @@ class WeightReader(SourceReader):
         """The ranges that full comparisons read."""
         return {} if self._compared is None else self._compared.ranges()
 
-    def take_compared(self, ranges: Iterable[Mapping[Path, Ranges]]) -> None:
-        """Count the replicas as compared by other workers, which read these ranges."""
-        self._compared = self.new_ledger()
-        for found in ranges:
-            self._compared.add(found)
+    def take_compared(self, ranges: Mapping[Path, Ranges]) -> None:
+        """Count the replicas as compared by another worker, which read these ranges."""
+        self._compared = self.new_coverage()
+        self._compared.add(ranges)
 
-    def finish(self, seen: Ledger | None = None) -> dict[Path, str]:
+    def finish(self, seen: Coverage | None = None) -> dict[Path, str]:
         """Complete the checksums, after ``compare``."""
         if self._compared is None:
             raise AssertionError("weights were read and their copies not compared")
-        self._ledger.add(self._compared.ranges())
+        self._coverage.add(self._compared.ranges())
         return super().finish(seen)
 
 
@@ -223,7 +231,7 @@ class ProvenWeights:
         account(checkpoint, tensors)
         self._files = {file.path: SourceFile.of(file) for file in checkpoint.torch_files}
         self._replicas = checkpoint.replicas
-        self._seen = Ledger({path: file.members for path, file in self._files.items()})
+        self._seen = Coverage({path: file.records for path, file in self._files.items()})
         self._lock = Lock()
         self._unseen: dict[str, list[Replica | CastReplica]] = {}
         used = {tensor.name for tensor in tensors}
@@ -262,7 +270,7 @@ def _cast_finding(kind: FindingKind, difference: Comparison, allow: Set[FindingK
     return Finding(kind, replica.name, difference.count, detail, accepted=kind in allow)
 
 
-def _other_weight(differences: Sequence[Comparison]) -> DamagedCheckpointError:
+def _unnamed_mismatch(differences: Sequence[Comparison]) -> DamagedCheckpointError:
     first = differences[0]
     return DamagedCheckpointError(
         f"fp32 master weights of {first.replica.name!r} do not match its module weights",
@@ -274,29 +282,23 @@ def _other_weight(differences: Sequence[Comparison]) -> DamagedCheckpointError:
     )
 
 
-def _not_the_masters(
+def _cast_mismatch(
     differences: Sequence[Comparison], compared: Sequence[CastReplica]
 ) -> DamagedCheckpointError:
     files = sorted({one.path.name for one in differences})
-    every = {path.name for path in paths_of(one.kept for one in compared)}
     dtypes = sorted({one.replica.other_dtype.torch_name for one in differences})
     names = [f"{one.replica.name} ({one.count} of {one.compared} compared)" for one in differences]
-    cause = "These files may be of another step or of another rank"
-    if max(one.largest for one in differences) == 1:
-        cause = "Values differ only in the last place, as if rounded another way"
-    elif len(every) > 1 and set(files) == every:
-        cause = "Model states and optimizer states seem to be of different steps or runs"
     return DamagedCheckpointError(
         "module weights are not the fp32 master weights, rounded",
         path=differences[0].replica.path,
         found=f"{len(names)} of {len(compared)} differ in {some(files, 8)}: {some(names, 8)}",
         expected=f"fp32 master weights rounded to {' or '.join(dtypes)}",
-        hint=f"{cause}. {differences[0].replica.advice}",
+        hint="These files may be of another step or rank. " + differences[0].replica.advice,
         finding=FindingKind.CAST_MISMATCH,
     )
 
 
-def _diverged(differing: Sequence[Replica]) -> DamagedCheckpointError:
+def _replica_mismatch(differing: Sequence[Replica]) -> DamagedCheckpointError:
     return DamagedCheckpointError(
         "replicas differ between ranks",
         path=next(iter(differing[0].other.extents(0, 1))).path,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -18,15 +17,13 @@ from typing import Any
 from msgspec.structs import replace
 
 from zexport.errors import MissingExtraError, OutputError, UsageError, ZexportError
-from zexport.export.job import TURN_SECONDS, Job, OnProgress, begin, finish, load, write
-from zexport.export.progress import Phase, Progress
-from zexport.export.report import ExportReport, PartReport
-from zexport.export.write import VerifyMode
+from zexport.export.job import TURN_SECONDS, Job, OnProgress, Written, begin, finish, load, write
+from zexport.export.report import ExportReport, Phase, Progress, VerifyMode
 from zexport.optional_deps import to_install
 from zexport.options import Share
-from zexport.storage.client import first_line, options_in_use, use_storage_options
+from zexport.storage.client import options_in_use, use_storage_options
 from zexport.storage.files import refresh
-from zexport.storage.retries import may_pass
+from zexport.storage.os_errors import first_line, may_pass
 
 _RETRIES = 3
 """How often Ray restarts a task that lost its process, its node, or its storage."""
@@ -94,11 +91,10 @@ def export_on_cluster(job: Job, max_cores: int, progress: OnProgress | None) -> 
     Raises:
         OutputError: the folder cannot be written, or a task was lost again and again.
     """
-    began = time.monotonic()
     cores = [one for one in _cores() if one]
     each = min(max_cores, *cores)
     count = max(2, sum(one // each for one in cores))
-    with job.place.alone(TURN_SECONDS):
+    with job.place.lock(TURN_SECONDS):
         if not begin(job, Share(1, count)):
             raise OutputError("is complete already", path=job.plan.out_dir)
     try:
@@ -106,8 +102,8 @@ def export_on_cluster(job: Job, max_cores: int, progress: OnProgress | None) -> 
     except BaseException as error:  # Ctrl-C too
         error.add_note(f"Finished files stay in {job.place.folder}. Run it again to continue.")
         raise
-    with job.place.alone(TURN_SECONDS):
-        done = finish(job, began)
+    with job.place.lock(TURN_SECONDS):
+        done = finish(job)
     return replace(done, nbytes_read=done.nbytes_read + sum(one.nbytes_read for one in written))
 
 
@@ -120,7 +116,7 @@ def _cores() -> list[int]:
 
 def _write_part(
     out_dir: Path, share: Share, verify: VerifyMode, storage: Mapping[str, str]
-) -> PartReport | ZexportError:
+) -> Written | ZexportError:
     """Write a part on a node; return an error that retrying would not change.
 
     Raises:
@@ -142,7 +138,7 @@ def _write_part(
         return error
 
 
-def _write_all(job: Job, count: int, cores: int, tell: OnProgress | None) -> list[PartReport]:
+def _write_all(job: Job, count: int, cores: int, on_progress: OnProgress | None) -> list[Written]:
     """Write all parts; no task is left when this returns or raises."""
     import ray
 
@@ -159,9 +155,9 @@ def _write_all(job: Job, count: int, cores: int, tell: OnProgress | None) -> lis
             reports += [_result(one, started[one], out_dir) for one in ended]
             if max(_cores(), default=0) < cores:
                 raise OutputError("no node is left that could write", path=out_dir)
-            if tell is not None:
+            if on_progress is not None:
                 left = sum(one.data_nbytes for one in job.missing())
-                tell(Progress(total - left, total, Phase.WRITE))
+                on_progress(Progress(total - left, total, Phase.WRITE))
     finally:
         for one in pending:
             ray.cancel(one, force=True)
@@ -170,11 +166,11 @@ def _write_all(job: Job, count: int, cores: int, tell: OnProgress | None) -> lis
     return reports
 
 
-def _result(task: Any, share: Share, out_dir: Path) -> PartReport:
+def _result(task: Any, share: Share, out_dir: Path) -> Written:
     import ray
 
     try:
-        found: PartReport | ZexportError = ray.get(task)
+        found: Written | ZexportError = ray.get(task)
     except StorageFailedError as failed:
         raise failed.cause.args[0] from None  # type: ignore[attr-defined] # added by Ray
     except ray.exceptions.RayError as cause:

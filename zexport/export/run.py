@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -11,11 +12,12 @@ from msgspec.structs import replace
 from zexport.errors import OutputError
 from zexport.export.destination import abandon, destination
 from zexport.export.job import (
-    ALONE_SECONDS,
+    LOCK_SECONDS,
     TURN_SECONDS,
     Job,
     OnProgress,
     Reader,
+    Written,
     begin,
     finish,
     load,
@@ -24,43 +26,59 @@ from zexport.export.job import (
 from zexport.export.overwrite import check_content, is_complete, real_path
 from zexport.export.plan import ExportPlan
 from zexport.export.plan_file import Request, seal, unseal
-from zexport.export.report import ExportReport, PartReport
-from zexport.export.stream import read_plainly
-from zexport.export.write import VerifyMode
+from zexport.export.proof import WeightReader
+from zexport.export.report import ExportReport, PartReport, VerifyMode
 from zexport.filenames import MANIFEST_NAME
-from zexport.options import Share
+from zexport.options import Share, chosen
 from zexport.storage.files import exists, is_file
+from zexport.storage.location import place
 from zexport.text import some
 
 
-def export(
+def run_export(
     plan: ExportPlan,
-    request: Request,
     *,
-    reader: Reader = read_plainly,
-    verify: VerifyMode = VerifyMode.READBACK,
+    verify: VerifyMode | str = VerifyMode.READBACK,
     progress: OnProgress | None = None,
-    confirm: Callable[[], object] = lambda: None,
+    confirm: Callable[[], object] | None = None,
 ) -> ExportReport:
-    """Write a complete output folder in this process, or nothing.
+    """Write the plan's output folder, complete and on the disk, or nothing.
 
-    ``confirm`` is called once all sources are read; if it raises, nothing is published.
+    Args:
+        plan: from ``plan_export`` or ``plan_reshard``.
+        verify: how files are read back before publishing.
+        progress: called at every step.
+        confirm: called once all sources are read; if it raises, nothing is published.
+
+    Raises:
+        OutputError: the folder cannot be written.
+        CheckpointError: a source cannot be read, is damaged, or changed after planning.
+        UnsupportedError: the deepspeed engine cannot rebuild this checkpoint.
+        UnsafeError: the deepspeed engine would run unknown code.
+        VerificationError: a file does not read back as written.
     """
-    began = time.monotonic()
-    job = Job.of(unseal(seal(plan, request), plan.out_dir, plan.out_dir), verify, progress)
-    with job.place.alone(ALONE_SECONDS):
+    reader: Reader = WeightReader.of_plan
+    if plan.reference is not None:
+        from zexport.export.deepspeed_engine import DeepSpeedReader  # noqa: PLC0415 - is slow
+
+        reader = lambda _: DeepSpeedReader.of_plan(plan)  # noqa: E731 - a sealed plan lacks it
+    request = Request((str(place(plan.origin.folder).parent),), {}, follow_symlinks=True)
+    sealed = unseal(seal(plan, request), plan.out_dir, plan.out_dir)
+    job = Job.of(sealed, chosen("verify", VerifyMode, verify), progress)
+    with job.place.lock(LOCK_SECONDS):
         begin(job)
-        left = {one.filename: job.journal.find(one.filename) for one in job.sealed.sizes}
         try:
-            part = write(job, reader=reader)
-            confirm()
-            resumed = tuple(n for n, r in left.items() if r and job.journal.find(n) == r)
-            done = finish(job, began)
+            written = write(job, reader=reader)
+            if confirm is not None:
+                confirm()
+            done = finish(job)
         except BaseException as error:  # Ctrl-C too
-            if exists(job.place.plan_path) and not job.place.parts_running():
-                abandon(job.place.folder, error)
+            with suppress(OSError):
+                if exists(job.place.plan_path) and not job.place.parts_running():
+                    abandon(job.place.folder, error)
             raise
-    return replace(done, nbytes_read=done.nbytes_read + part.nbytes_read, resumed=resumed)
+    resumed = tuple(one.filename for one in job.sealed.sizes if one.filename not in written.files)
+    return replace(done, nbytes_read=done.nbytes_read + written.nbytes_read, resumed=resumed)
 
 
 def export_part(job: Job, share: Share) -> ExportReport | PartReport:
@@ -68,57 +86,69 @@ def export_part(job: Job, share: Share) -> ExportReport | PartReport:
 
     On failure nothing is removed, since other parts use the folder.
     """
-    began, plan, place = time.monotonic(), job.plan, job.place
-    nothing = PartReport(
-        plan.out_dir, share.number, share.count, (), plan.origin, 0, 0, 0.0, (), plan.warnings
-    )
-    with place.alone(TURN_SECONDS):
-        if not begin(job, share):
-            return nothing
+    work, written, missing = job.place, Written(), tuple[int, ...]()
+    with work.lock(TURN_SECONDS):
+        is_begun = begin(job, share)
     try:
-        done = write(job, share)
+        if is_begun:
+            written = write(job, share)
     except OutputError:  # a second process with this part may have finished the job
-        with place.alone(TURN_SECONDS):
-            if exists(place.plan_path) or not is_complete(plan, place.target):
+        with work.lock(TURN_SECONDS):
+            if not _is_published(job):
                 raise
-        return nothing
-    with place.alone(TURN_SECONDS):
-        seconds = time.monotonic() - began
-        if not exists(place.plan_path) and is_complete(plan, place.target):
-            return replace(done, seconds=seconds)
-        # A part still running was started twice, and will come here too.
-        running = tuple(int(one.partition("/")[0]) for one in place.parts_running())
-        if missing := job.parts_missing(share.count) or running:
-            return replace(done, missing=missing, seconds=seconds)
-        finished = finish(job, began)
-    return replace(finished, nbytes_read=finished.nbytes_read + done.nbytes_read)
+    with work.lock(TURN_SECONDS):
+        if is_begun and not _is_published(job):
+            # A part still running was started twice, and will come here too.
+            running = tuple(int(one.partition("/")[0]) for one in work.parts_running())
+            missing = job.parts_missing(share.count) or running
+            if not missing:
+                done = finish(job)
+                return replace(done, nbytes_read=done.nbytes_read + written.nbytes_read)
+    sizes = job.sealed.sizes
+    return PartReport(
+        out_dir=job.plan.out_dir,
+        part=share.number,
+        parts=share.count,
+        missing=missing,
+        origin=job.plan.origin,
+        nbytes_read=written.nbytes_read,
+        nbytes_written=sum(one.data_nbytes for one in sizes if one.filename in written.files),
+        seconds=time.monotonic() - job.began,
+        findings=written.findings,
+        warnings=job.plan.warnings,
+    )
 
 
-def finish_left(
-    out_dir: Path,
+def _is_published(job: Job) -> bool:
+    return not exists(job.place.plan_path) and is_complete(job.plan, job.place.target)
+
+
+def finish_export(
+    out_dir: Path | str,
     *,
-    verify: VerifyMode = VerifyMode.READBACK,
+    verify: VerifyMode | str = VerifyMode.READBACK,
     progress: OnProgress | None = None,
 ) -> ExportReport:
-    """Finish a folder whose parts are all written but whose last process died.
+    """Publish an output whose parts are all written but whose last process died.
 
     Raises:
-        OutputError: there is nothing to finish, a part is running, or files are missing.
+        OutputError: ``out_dir`` has no parts, or some are running or missing.
+        ZexportError: as ``consolidate`` or ``reshard``.
     """
-    began = time.monotonic()
+    out_dir = place(out_dir)
     target = real_path(out_dir)
-    place = destination(target)
-    with place.alone(TURN_SECONDS):
+    work = destination(target)
+    with work.lock(TURN_SECONDS):
         if (sealed := load(out_dir)) is None:
             is_done = is_file(target / MANIFEST_NAME)
             raise OutputError(
-                "has no parts to finish",
+                "nothing to finish",
                 path=target,
                 found="a complete folder" if is_done else "no sealed plan",
                 expected="an unfinished folder of consolidate --part or reshard --part",
-                hint="Nothing is left to do" if is_done else "Pass the OUT of the parts",
+                hint="Verify it with zexport verify" if is_done else "Pass the OUT of the parts",
             )
-        if running := place.parts_running():
+        if running := work.parts_running():
             raise OutputError(
                 "parts are still being written",
                 path=target,
@@ -126,7 +156,7 @@ def finish_left(
                 hint="Wait for them: the last one publishes it",
             )
         plan = sealed.plan
-        if place.is_renamed:
+        if work.is_renamed:
             is_checkpoint = plan.form.is_checkpoint
             check_content(target, overwrite=plan.overwrite, is_checkpoint=is_checkpoint)
-        return finish(Job.of(sealed, verify, progress), began)
+        return finish(Job.of(sealed, chosen("verify", VerifyMode, verify), progress))

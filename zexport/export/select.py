@@ -21,10 +21,10 @@ from zexport.export.hub_tensors import to_hub
 from zexport.export.model_class import Model, Ties, is_value_head, tie_as_declared
 from zexport.export.weights import PEFT_PREFIX, Weights
 from zexport.findings import Finding, FindingKind
-from zexport.model.hub_layout import HubLayout
-from zexport.model.names import (
+from zexport.model.hub_names import (
     Difference,
     Fit,
+    HubLayout,
     ModelNames,
     NamesUnknown,
     absent,
@@ -36,6 +36,10 @@ from zexport.ranges.dtypes import DType, Shape
 from zexport.text import some
 
 _KEEP_NAMES = "export with --layout memory, which keeps the checkpoint's names"
+_CONFIG_HINT = (
+    "Pass a folder with the config.json of this run with --base, correct names with --rename, or "
+    f"{_KEEP_NAMES}"
+)
 
 
 class Selection(Struct, frozen=True):
@@ -44,7 +48,7 @@ class Selection(Struct, frozen=True):
     Attributes:
         tensors: every tensor of the model files, by its name there.
         tied: names that are not written, each to the written name that the model ties it to.
-        layout: how in-memory names become Hub names; ``None`` if names stay.
+        label: which of the model's Hub layouts is used; ``None`` if names stay.
         from_base: written names whose weights come from the base model.
         untied: declared tied weights that are written under both names.
         loadable: whether transformers is known to load it without missing or unexpected keys.
@@ -53,7 +57,7 @@ class Selection(Struct, frozen=True):
 
     tensors: Mapping[str, StoredTensor]
     tied: Mapping[str, str]
-    layout: HubLayout | None
+    label: str | None
     from_base: tuple[str, ...]
     untied: frozenset[str]
     loadable: bool
@@ -75,36 +79,23 @@ def select(
         FrozenLeftOutError: frozen weights are neither in the checkpoint nor in the base model.
         UnsupportedError: how transformers saves the model is unknown.
     """
-    tag_dir, fit, is_whole = checkpoint.location.tag_dir, model.fit, not options.exclude_frozen
-    hint = _config_hint(model, options)
-    findings = _check_shapes(model, options, tag_dir, hint)
-    names, stored = in_form(model.weights, fit, options)
-    layout, untied, warnings = None, frozenset[str](), []
+    tag_dir, is_whole = checkpoint.location.tag_dir, not options.exclude_frozen
+    findings = _check_shapes(model, options, tag_dir)
+    names, stored = in_form(model.weights, model.fit, options)
+    layout, untied, warnings = None, frozenset[str](), list[str]()
     if options.layout is not NameLayout.MEMORY:
         if is_adapted(stored):
             names = NamesUnknown("they are those of a model with an adapter")
-        if isinstance(names, NamesUnknown):
-            if names.is_contradiction:
-                raise UnsupportedError(
-                    names.reason, path=tag_dir, hint=f"Name it there, or {_KEEP_NAMES}"
-                )
-            if model.config is not None:
-                warnings.append(f"weight names are not checked against the model: {names.reason}")
-        elif isinstance(fit, Fit):
-            _check_names(fit, stored, options, tag_dir, hint)
-            layout, is_guess = _choose_layout(names, base.shapes, options.hub_layout)
-            if is_guess:
-                warnings.append(
-                    f"{names.architecture} has {len(names.layouts)} layouts on the Hub; the export "
-                    "uses transformers' default. Pass --base to use the layout of its files"
-                )
+        if isinstance(names, ModelNames) and isinstance(model.fit, Fit):
+            _check_names(model.fit, stored, options, tag_dir)
+            layout = _choose_layout(names, base.shapes, options.hub_layout)
+        elif isinstance(names, NamesUnknown) and names.is_contradiction:
+            hint = f"Name it there, or {_KEEP_NAMES}"
+            raise UnsupportedError(names.reason, path=tag_dir, hint=hint)
+        elif isinstance(names, NamesUnknown) and model.config is not None:
+            warnings.append(f"weight names are not checked against the model: {names.reason}")
     if isinstance(names, ModelNames):
         untied = ties.differing
-        if untied:
-            warnings.append(
-                f"{some(sorted(untied))}: values differ from the weights that the model ties them "
-                "to; both are written, and config.json no longer ties them"
-            )
         same = {alias: names.tied[alias] for alias in ties.equal}
         stored = Weights(
             {name: tensor for name, tensor in stored.tensors.items() if name not in same},
@@ -112,7 +103,11 @@ def select(
             stored.left_out,
         )
         names = names.without_ties(untied)
-
+    if untied:
+        warnings.append(
+            f"{some(sorted(untied))}: values differ from the weights that the model ties them "
+            "to; both are written, and config.json no longer ties them"
+        )
     own = {n: t for n, t in stored.tensors.items() if is_whole or t.role is not Role.FROZEN}
     wanted = _wanted(checkpoint, names, layout, stored, base) if is_whole else {}
     filled = _from_base(names, layout, wanted, own, base, tag_dir)
@@ -122,24 +117,15 @@ def select(
     aliases = {a: n for a, n in stored.aliases.items() if n in own or n in wanted}
     shapes = {**{name: tensor.shape for name, tensor in own.items()}, **wanted}
     shapes |= {alias: shapes[name] for alias, name in aliases.items()}
-    lost, loadable = [name for name in stored.names if name not in shapes], False
+    is_loadable = isinstance(names, ModelNames) and _is_loadable(names, layout, shapes, aliases)
+    lost = [name for name in stored.names if name not in shapes]
     written, tied = own, aliases
-    if isinstance(names, ModelNames):
-        found = difference(names, shapes)
-        unexpected = [name for name in found.unexpected if not names.ignores(name)]
-        loadable = not (found.missing or unexpected or found.reshaped)
-        if layout is None:
-            loadable = (
-                loadable
-                and names.hub_is_memory
-                and all(names.tied.get(a, a) == names.tied.get(n, n) for a, n in aliases.items())
-            )
-        else:
-            lost = [name for name in found.missing if name not in names.buffers]
-            if lost and is_whole:
-                raise _mismatch(Difference(tuple(lost)), names, tag_dir, hint)
-            with layout_of(tag_dir):
-                written, tied = _as_saved(own, aliases, names, layout)
+    if isinstance(names, ModelNames) and layout is not None:
+        lost = [n for n in difference(names, shapes).missing if n not in names.buffers]
+        if lost and is_whole:
+            raise _mismatch(Difference(tuple(lost)), names, tag_dir)
+        with layout_of(tag_dir):
+            written, tied = _as_saved(own, aliases, names, layout)
     written = {**written, **filled}
     if untied and isinstance(names, ModelNames):
         # The config no longer ties anything, so the model's other tied weights are written too.
@@ -156,14 +142,28 @@ def select(
     return Selection(
         written,
         tied,
-        layout,
+        None if layout is None else layout.label,
         tuple(filled),
         untied,
-        loadable,
-        names.architecture if loadable and isinstance(names, ModelNames) else None,
+        is_loadable,
+        names.architecture if is_loadable and isinstance(names, ModelNames) else None,
         findings,
         tuple(warnings),
     )
+
+
+def _is_loadable(
+    names: ModelNames,
+    layout: HubLayout | None,
+    shapes: Mapping[str, Shape | None],
+    aliases: Mapping[str, str],
+) -> bool:
+    """Whether transformers loads these weights without missing or unexpected keys."""
+    found = difference(names, shapes)
+    if found.missing or found.reshaped or not all(map(names.ignores, found.unexpected)):
+        return False
+    are_tied = (names.tied.get(a, a) == names.tied.get(n, n) for a, n in aliases.items())
+    return layout is not None or (names.hub_is_memory and all(are_tied))
 
 
 def in_form(
@@ -185,22 +185,7 @@ def is_adapted(stored: Weights) -> bool:
     return all(name.startswith(PEFT_PREFIX) for name in stored.tensors)
 
 
-def _config_hint(model: Model, options: ExportOptions) -> str:
-    config, base = model.config, options.base
-    if config is not None and base is not None and config.path.is_relative_to(base):
-        return (
-            f"config.json came from --base {base} and is probably another model's. Pass the base "
-            "model of this run, or its own config.json"
-        )
-    return (
-        "Pass a folder with the config.json of this run with --base, correct names with --rename, "
-        f"or {_KEEP_NAMES}"
-    )
-
-
-def _check_shapes(
-    model: Model, options: ExportOptions, tag_dir: Path, hint: str
-) -> tuple[Finding, ...]:
+def _check_shapes(model: Model, options: ExportOptions, tag_dir: Path) -> tuple[Finding, ...]:
     """Return the accepted findings; exchanged dimensions are found by nothing else."""
     fit, shapes, kind = model.fit, model.weights.shapes, FindingKind.SHAPE_MISMATCH
     if isinstance(fit, NamesUnknown):
@@ -213,15 +198,13 @@ def _check_shapes(
             path=tag_dir,
             found=some([f"{name} {details}" for name, details in apart.items()], 8),
             expected="the shapes of config.json",
-            hint=hint,
+            hint=_CONFIG_HINT,
             finding=kind,
         )
     return tuple(Finding(kind, name, 0, details, accepted=True) for name, details in apart.items())
 
 
-def _check_names(
-    fit: Fit, stored: Weights, options: ExportOptions, tag_dir: Path, hint: str
-) -> None:
+def _check_names(fit: Fit, stored: Weights, options: ExportOptions, tag_dir: Path) -> None:
     """Raise if the model would load without some of the weights.
 
     Buffers may be unknown: older versions of transformers saved some that are computed today.
@@ -240,7 +223,7 @@ def _check_names(
     ]
     if unexpected:
         found = Difference(fit.difference.missing, tuple(unexpected), fit.difference.reshaped)
-        raise _mismatch(found, fit.model, tag_dir, hint)
+        raise _mismatch(found, fit.model, tag_dir)
     if fit.model.refused:
         raise UnsupportedError(
             f"Hub names of {fit.model.architecture} are unknown, because transformers' conversion "
@@ -251,29 +234,27 @@ def _check_names(
         )
 
 
-def _mismatch(found: Difference, names: ModelNames, path: Path, hint: str) -> NamesMismatchError:
+def _mismatch(found: Difference, names: ModelNames, path: Path) -> NamesMismatchError:
     return NamesMismatchError(
         "weight names do not fit the model of config.json, which would load incompletely",
         path=path,
         found=str(found),
         expected=f"in-memory or Hub names of {names.provenance}",
-        hint=hint,
+        hint=_CONFIG_HINT,
     )
 
 
-def _choose_layout(
-    names: ModelNames, given: Mapping[str, Shape], label: str | None
-) -> tuple[HubLayout, bool]:
-    """Return the layout with this label, or the one most like ``given``, and whether it is a guess.
+def _choose_layout(names: ModelNames, given: Mapping[str, Shape], label: str | None) -> HubLayout:
+    """Return the layout with this label, or the one most like ``given``.
 
     Of equals, the first is transformers' default.
     """
     layouts = names.layouts or (as_it_is(names.shapes, names.tied),)
-    if asked := [layout for layout in layouts if layout.label == label]:
-        return asked[0], False
-    alike = [sum(given.get(n) == s for n, s in layout.shapes.items()) for layout in layouts]
-    best = [one for one, count in zip(layouts, alike, strict=True) if count == max(alike)]
-    return best[0], len(best) > 1
+    asked = [layout for layout in layouts if layout.label == label]
+    return max(
+        asked or layouts,
+        key=lambda one: sum(given.get(name) == shape for name, shape in one.shapes.items()),
+    )
 
 
 def _wanted(

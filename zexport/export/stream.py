@@ -11,30 +11,21 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from mmap import mmap
 from queue import SimpleQueue
-from typing import Protocol, TypeAlias
 
 from blake3 import blake3
 from isal import isal_zlib
 from msgspec import Struct
 
 from zexport.export.plan import ExportPlan, FilePlan, TensorPlan
+from zexport.export.proof import WeightReader
 from zexport.ranges.ahead import announced
 from zexport.ranges.cast import Statistics, cast_into, statistics_of
-from zexport.ranges.coverage import Ledger
+from zexport.ranges.coverage import Coverage
 from zexport.ranges.digest import FileDigests
-from zexport.ranges.reader import SourceReader
 from zexport.ranges.source import ByteSource
+from zexport.storage.storage import OutputFile
 
 _ITEMSIZE_MAX = 8
-
-ReadTensor: TypeAlias = Callable[[TensorPlan, int, memoryview, Ledger], None]
-"""Fill a buffer with a tensor's stored bytes from an offset, and record what was read."""
-
-
-class Output(Protocol):
-    """Where a file's bytes go, from any thread."""
-
-    def write(self, data: bytes | memoryview, offset: int) -> None: ...
 
 
 class Piece(Struct, frozen=True):
@@ -68,24 +59,13 @@ class Chunk(Struct, frozen=True):
     is_last: bool
 
     @property
-    def offset(self) -> int:
-        """Return its first byte in the file."""
-        return self.pieces[0].offset if self.pieces else 0
-
-    @property
     def nbytes(self) -> int:
         return sum(piece.nbytes for piece in self.pieces)
 
-    def runs(self) -> Iterator[tuple[int, int]]:
-        """Yield start and stop of its contiguous byte ranges in the file."""
-        start = stop = self.offset
-        for piece in self.pieces:
-            if piece.offset != stop:
-                yield start, stop
-                start = piece.offset
-            stop = piece.offset + piece.nbytes
-        if start < stop:
-            yield start, stop
+    def part(self, piece: Piece, buffer: memoryview) -> memoryview:
+        """Return the bytes of a piece in the buffer of the chunk."""
+        start = piece.offset - self.pieces[0].offset
+        return buffer[start : start + piece.nbytes]
 
 
 def chunks(file: FilePlan, chunk_nbytes: int) -> Iterator[Chunk]:
@@ -113,10 +93,10 @@ def chunks(file: FilePlan, chunk_nbytes: int) -> Iterator[Chunk]:
 class StreamedFile:
     """A file being written: its digests so far, and its frame, which is written in between."""
 
-    def __init__(self, file: FilePlan, output: Output, ledger: Ledger) -> None:
+    def __init__(self, file: FilePlan, output: OutputFile, coverage: Coverage) -> None:
         self.file = file
         self.output = output
-        self.ledger = ledger
+        self.coverage = coverage
         self.remarkable: dict[str, Statistics] = {}
         self._digests = bytearray()
         self._crc32s: list[int] = []
@@ -157,22 +137,12 @@ class StreamedFile:
         return FileDigests(tensors, whole, self._crc32)
 
 
-def read_plainly(sources: SourceReader) -> ReadTensor:
-    """Return a reader of tensors as the plan locates them."""
-
-    def read(tensor: TensorPlan, start: int, buffer: memoryview, ledger: Ledger) -> None:
-        sources.read_into(tensor.source, start, buffer, ledger)
-
-    return read
-
-
 def stream(
     plan: ExportPlan,
     files: Iterable[FilePlan],
-    sources: SourceReader,
-    opened: Callable[[FilePlan], Output],
+    sources: WeightReader,
+    opened: Callable[[FilePlan], OutputFile],
     on_chunk: Callable[[StreamedFile, int], None],
-    read: ReadTensor,
 ) -> Generator[StreamedFile, None, None]:
     """Yield each file, in order, once all its bytes are written to its output.
 
@@ -182,7 +152,6 @@ def stream(
         sources: where they are read from.
         opened: opens the output of a file.
         on_chunk: called after each chunk with its file and nbytes.
-        read: reads a tensor's bytes.
     """
     every: Iterable[Chunk] = (c for file in files for c in chunks(file, plan.chunk_nbytes))
     if sources.are_far:
@@ -198,18 +167,17 @@ def stream(
     def move(one: StreamedFile, chunk: Chunk, buffer: memoryview) -> list[Statistics]:
         stored = scratch.get()
         try:
-            seen = [_convert(p, chunk, stored, buffer, read, one.ledger) for p in chunk.pieces]
+            seen = [_convert(p, chunk, stored, buffer, sources, one.coverage) for p in chunk.pieces]
         finally:
             scratch.put(stored)
-        for start, stop in chunk.runs():
-            one.output.write(buffer[start - chunk.offset : stop - chunk.offset], start)
+        for piece in chunk.pieces:
+            one.output.write(chunk.part(piece, buffer), piece.offset)
         return seen
 
     def land() -> StreamedFile | None:
         one, chunk, buffer, future = moving.popleft()
         for piece, seen in zip(chunk.pieces, future.result(), strict=True):
-            at = piece.offset - chunk.offset
-            one.take(piece, buffer[at : at + piece.nbytes], seen)
+            one.take(piece, chunk.part(piece, buffer), seen)
         free.append(buffer)
         on_chunk(one, chunk.nbytes)
         return one if chunk.is_last else None
@@ -221,7 +189,7 @@ def stream(
             if not free and (ended := land()) is not None:
                 yield ended
             if current is None:
-                current = StreamedFile(chunk.file, opened(chunk.file), sources.new_ledger())
+                current = StreamedFile(chunk.file, opened(chunk.file), sources.new_coverage())
             buffer = free.pop()
             moving.append((current, chunk, buffer, workers.submit(move, current, chunk, buffer)))
             current = None if chunk.is_last else current
@@ -237,15 +205,14 @@ def _convert(
     chunk: Chunk,
     scratch: memoryview,
     buffer: memoryview,
-    read: ReadTensor,
-    ledger: Ledger,
+    sources: WeightReader,
+    coverage: Coverage,
 ) -> Statistics:
     """Put a piece, cast, into the chunk's buffer; return statistics of its values."""
-    tensor, at = piece.tensor, piece.offset - chunk.offset
-    out = buffer[at : at + piece.nbytes]
+    tensor, out = piece.tensor, chunk.part(piece, buffer)
     size = tensor.stored_dtype.itemsize
     is_cast = tensor.dtype is not tensor.stored_dtype
     stored = scratch[: (piece.last - piece.first) * size] if is_cast else out
-    read(tensor, piece.first * size, stored, ledger)
+    sources.read_tensor(tensor, piece.first * size, stored, coverage)
     cast_into(stored, tensor.stored_dtype, tensor.dtype, out)
     return statistics_of(stored, tensor.stored_dtype, tensor.dtype, out)

@@ -5,15 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 
 from msgspec import Struct
 
-from zexport.errors import DamagedCheckpointError, VerificationError, ZexportError
+from zexport.errors import VerificationError, ZexportError
 from zexport.export.destination import unedited_files
-from zexport.export.hub_folder import FILES_APART
 from zexport.export.manifest import (
     Manifest,
     SourceEntry,
@@ -22,27 +19,19 @@ from zexport.export.manifest import (
     read_manifest,
     source_entries,
 )
-from zexport.export.output_files import is_safetensors, read_written
 from zexport.export.plan import INDEX_FILE, ExportPlan, Origin, TensorPlan
-from zexport.export.progress import Meter, Progress
 from zexport.export.proof import WeightReader
-from zexport.export.stream import read_plainly, stream
-from zexport.export.write import READBACK_THREADS
+from zexport.export.report import Meter, Progress
+from zexport.export.stream import stream
+from zexport.export.write import READBACK_THREADS, is_safetensors, read_written
 from zexport.filenames import MANIFEST_NAME
 from zexport.formats.safetensors import FileTensor
 from zexport.model.hub_cache import GivenBase
 from zexport.ranges.digest import FileDigests, digest_tensors
-from zexport.storage.contents import read_json_object
 from zexport.storage.files import listed_version, names_below, version
 from zexport.storage.json import JsonReport, Natural, as_list, as_table
 from zexport.storage.os_errors import reading
-
-_LOADED = re.compile(
-    r".*\.(safetensors|index\.json|gguf|h5|msgpack|jinja|py)|.*model.*\.bin|.*config\.json"
-    r"|(tokenizer|chat_template).*|.*vocab.*|merges\.txt"
-    r"|(added_tokens|modules|special_tokens_map)\.json"
-)
-"""Names of files that change what ``from_pretrained`` loads."""
+from zexport.storage.storage import OutputFile
 
 
 class Problem(Struct, frozen=True):
@@ -62,8 +51,7 @@ class Problem(Struct, frozen=True):
 _EDITED_MANIFEST = Problem(MANIFEST_NAME, "", "is not what was written: its digest differs")
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class VerifyReport(JsonReport):
+class VerifyReport(JsonReport, Struct, frozen=True):
     """What was checked, and everything that is wrong.
 
     Attributes:
@@ -76,7 +64,7 @@ class VerifyReport(JsonReport):
         compared_with: the checkpoint of ``--against``; null without one.
         is_checkpoint: the folder is a resharded checkpoint; ``tensors`` counts pieces of its ranks.
         by_manifest_alone: files that were only compared with the manifest, such as config.json.
-        warnings: added files that change what loads; another step than the manifest's.
+        warnings: another step than the manifest's.
         problems: everything that is wrong.
         base: the base model of the export; null without one.
         notes: warnings of the export; options of this command without effect.
@@ -84,7 +72,7 @@ class VerifyReport(JsonReport):
     """
 
     out_dir: Path
-    ok: bool = field(init=False)
+    ok: bool
     files: Natural
     tensors: Natural
     against_checkpoint: bool
@@ -97,9 +85,6 @@ class VerifyReport(JsonReport):
     base: GivenBase | None = None
     notes: tuple[str, ...] = ()
     conclusion: str = ""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "ok", not self.problems)
 
     def __bool__(self) -> bool:
         return self.ok
@@ -123,35 +108,32 @@ def verify_export(
         manifest = read_manifest(out_dir)
     except VerificationError as error:
         unread = (Problem(MANIFEST_NAME, "", ". ".join(filter(None, (error.problem, error.hint)))),)
-        return VerifyReport(out_dir, 0, 0, plan is not None, unread)
+        return VerifyReport(out_dir, False, 0, 0, plan is not None, unread)
     nbytes = sum(entry.nbytes for entry in manifest.files.values())
     again = sum(shard.data_nbytes for shard in plan.shards) if plan else 0
     meter = Meter(progress, to_verify=nbytes + again)
-    unlisted, warnings = _unlisted(out_dir, manifest)
     wrong, tensors = _compare_files(out_dir, manifest, manifest.files, meter.verified)
-    problems = [*unlisted, *wrong, *_index_problems(out_dir, manifest)]
+    unlisted, added = _unlisted(out_dir, manifest)
+    problems = [*unlisted, *wrong]
     if not is_as_written(out_dir):
         problems.insert(0, _EDITED_MANIFEST)
-    if not manifest.tensors:
-        problems.append(Problem(MANIFEST_NAME, "", "lists no tensor"))
     checkpoint = as_table(manifest.provenance.get("checkpoint"))
-    made_from, conclusion = Origin.recorded(checkpoint), ""
-    origin = made_from
+    origin, conclusion = Origin.recorded(checkpoint), ""
+    warnings = [f"{name} was added to the export and may change what loads" for name in added]
     if plan is not None:
         against, concluded = _compare_checkpoint(plan, manifest, meter.verified)
         conclusion = "" if problems else concluded
         problems += against
-        now = plan.origin.step
-        then = made_from.step if made_from else now
-        if then != now:
-            warnings.append(f"the export is of step {then}, the checkpoint of step {now}")
-        is_named = made_from in (None, Origin.recorded(plan.provenance.get("checkpoint")))
-        if is_named or (then == now and not problems):
+        if origin is not None and origin.step != plan.origin.step:
+            steps = f"of step {origin.step}, the checkpoint of step {plan.origin.step}"
+            warnings.append(f"the export is {steps}")
+        elif not problems:
             origin = plan.origin
     computed = manifest.shards if plan else set()
     warned = (*as_list(checkpoint.get("warnings")), *as_list(manifest.provenance.get("warnings")))
     return VerifyReport(
         out_dir=out_dir,
+        ok=not problems,
         files=len(manifest.files),
         tensors=tensors,
         against_checkpoint=plan is not None,
@@ -192,20 +174,28 @@ def find_edits(out_dir: Path) -> list[Problem]:
     ]
 
 
+_LOADED = re.compile(
+    r".*\.(safetensors|index\.json|gguf|h5|msgpack|jinja|py)|.*model.*\.bin|.*config\.json"
+    r"|(tokenizer|chat_template).*|.*vocab.*|merges\.txt"
+    r"|(added_tokens|modules|special_tokens_map)\.json"
+)
+"""Names of files that change what ``from_pretrained`` loads."""
+
+
 def _unlisted(out_dir: Path, manifest: Manifest) -> tuple[list[Problem], list[str]]:
-    """Return problems for unlisted weights, and warnings about other files that are loaded."""
+    """Return problems for unlisted weights, and names of other files that change what loads."""
     shards = [out_dir / name for name in manifest.shards]
     of_weights = {(path.parent, path.suffix) for path in shards if path.suffix != ".safetensors"}
     of_weights.add((out_dir, ".safetensors"))
     unlisted = (names_below(out_dir) | manifest.shards) - {MANIFEST_NAME, *manifest.files}
-    problems, warnings = [], []
+    problems, added = [], []
     for name in sorted(unlisted):
         path = out_dir / name
         if name in {INDEX_FILE, *manifest.shards} or (path.parent, path.suffix) in of_weights:
             problems.append(Problem(name, "", "is not listed in the manifest"))
         elif _LOADED.fullmatch(path.name):
-            warnings.append(f"{name} was added to the export and may change what loads")
-    return problems, warnings
+            added.append(name)
+    return problems, added
 
 
 def _compare_files(
@@ -264,33 +254,7 @@ def _differences(
             yield Problem(then.shard, name, f"has other values in the {where} than when exported")
 
 
-def _index_problems(out_dir: Path, manifest: Manifest) -> Iterator[Problem]:
-    """Yield where the index differs from the manifest; a single shard needs no index."""
-    placed = {
-        name: entry
-        for name, entry in manifest.tensors.items()
-        if is_safetensors(entry.shard) and "/" not in entry.shard and entry.shard not in FILES_APART
-    }
-    if INDEX_FILE not in manifest.files:
-        if len({entry.shard for entry in placed.values()}) > 1:
-            yield Problem(INDEX_FILE, "", "is missing though there are several shards")
-        return
-    try:
-        index = read_json_object(out_dir / INDEX_FILE)
-    except DamagedCheckpointError as error:
-        yield Problem(INDEX_FILE, "", error.problem)
-        return
-    shards = as_table(index.get("weight_map"))
-    for name in sorted(shards.keys() | placed.keys()):
-        if name not in placed or shards.get(name) != placed[name].shard:
-            yield Problem(INDEX_FILE, name, "is in another file than the index says")
-    total = as_table(index.get("metadata")).get("total_size")
-    nbytes = sum(prod(entry.shape) * entry.dtype.itemsize for entry in placed.values())
-    if total != nbytes:
-        yield Problem(INDEX_FILE, "", f"total_size is {total}, the shards have {nbytes}")
-
-
-class _Discard:
+class _Discard(OutputFile):
     """The output of a file that is only compared."""
 
     def write(self, data: bytes | memoryview, offset: int) -> None:
@@ -309,15 +273,14 @@ def _compare_checkpoint(
     changed: set[str] = set()
     with WeightReader.of_plan(plan) as sources:
         sources.compare()
-        read = read_plainly(sources)
         for one in stream(
-            plan, plan.shards, sources, lambda _: _Discard(), lambda _, n: on_bytes(n), read
+            plan, plan.shards, sources, lambda _: _Discard(), lambda _, n: on_bytes(n)
         ):
             name, digests = one.file.filename, one.digests()
             tensors |= _entries(name, {tensor.name: tensor for tensor in one.file.tensors}, digests)
             if name in manifest.files and manifest.files[name].blake3 != digests.whole:
                 changed.add(name)
-            sources.take(one.ledger.ranges())
+            sources.take(one.coverage.ranges())
         found = {entry.path: entry for entry in source_entries(plan, sources.finish())}
     has_base = bool(manifest.provenance.get("from_base"))
     where = "checkpoint, or in the base," if has_base else "checkpoint"

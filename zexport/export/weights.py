@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from zexport.checkpoint.state import Role, StoredTensor, TrainingState
 from zexport.errors import UsageError
-from zexport.model.names import without_inner_wrappers
+from zexport.model.hub_names import without_inner_wrappers
 from zexport.ranges.dtypes import Shape
 from zexport.text import some
 
@@ -80,8 +80,8 @@ class Weights(Struct, frozen=True):
         """Return the weights after each rename in turn."""
         return self.named(_rename(self.names, renames).__getitem__) if renames else self
 
-    def only(self, prefix: str) -> tuple[Weights, tuple[str, ...]]:
-        """Return the weights below ``prefix``, without it, and a note about the others.
+    def only(self, prefix: str) -> Weights:
+        """Return the weights below ``prefix``, without it.
 
         Tied weights are included if one of their names is below it.
 
@@ -89,7 +89,7 @@ class Weights(Struct, frozen=True):
             UsageError: no name is below ``prefix``.
         """
         if not prefix:
-            return self, ()
+            return self
         start = prefix.removesuffix(".") + "."
         if not any(name.startswith(start) for name in self.names):
             raise UsageError(
@@ -107,10 +107,7 @@ class Weights(Struct, frozen=True):
             aliases,
             tuple(name for name in self.left_out if name.startswith(start)),
         )
-        count = sum(tensor.numel for name, tensor in self.tensors.items() if name not in kept)
-        return part.without_prefix(start), (
-            f"--only {prefix}: {count:,} elements of other weights are not exported",
-        )
+        return part.without_prefix(start)
 
 
 def _rename(names: Iterable[str], renames: Renames) -> dict[str, str]:

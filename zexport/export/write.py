@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
-from enum import Enum
 from pathlib import Path
 
 from blake3 import blake3
 
-from zexport.errors import CheckpointError, OutputError, VerificationError
+from zexport.errors import CheckpointError, OutputError, VerificationError, ZexportError
 from zexport.export.journal import Journal, Receipt
 from zexport.export.manifest import FileEntry
-from zexport.export.output_files import check_opens
-from zexport.export.plan import ExportPlan, FilePlan, SideFile
-from zexport.export.progress import Meter
-from zexport.export.stream import ReadTensor, StreamedFile, stream
+from zexport.export.plan import ExportPlan, FilePlan, SideFile, qualified
+from zexport.export.proof import WeightReader
+from zexport.export.report import Meter, VerifyMode
+from zexport.export.stream import StreamedFile, stream
+from zexport.formats.pickle_values import TensorRef
+from zexport.formats.safetensors import FileTensor, read_header
+from zexport.formats.torch_file import read_torch_file
+from zexport.formats.torch_writer import tensors_in
 from zexport.ranges.digest import crc32_of_file, digest_file
-from zexport.ranges.reader import SourceReader
+from zexport.ranges.source import Extent
 from zexport.storage.files import (
-    exists,
     is_file,
     is_link,
     is_local,
     open_input,
     open_output,
-    remove,
-    sync_path,
     version,
+    write_durably,
 )
 from zexport.storage.os_errors import reading, writing
 from zexport.storage.storage import OutputFile, Version
@@ -37,22 +39,8 @@ _FLUSH_NBYTES = 32 << 20
 """Bytes between flushes, so that the last one is short."""
 
 READBACK_THREADS = 2
-_FINISHING_MAX = 1
-"""Files that wait for the disk: with their plans, a thousand small ones take memory."""
-_COPY_NBYTES = 1 << 20
 _LOADED_FIRST = ("config.json", ".index.json", "latest", "latest_universal")
 """Loaders open these first, so they are written last."""
-
-
-class VerifyMode(Enum):
-    """How files are read back after writing."""
-
-    READBACK = "readback"
-    """Read every file again and compare its CRC-32."""
-    DISK = "disk"
-    """The same, after asking the system to drop its cached copy."""
-    NONE = "none"
-    """Only open each file as its readers do."""
 
 
 def write_files(
@@ -60,10 +48,9 @@ def write_files(
     files: Iterable[FilePlan],
     folder: Path,
     journal: Journal,
-    sources: SourceReader,
+    sources: WeightReader,
     verify: VerifyMode,
     meter: Meter,
-    read: ReadTensor,
 ) -> None:
     """Write files of a plan; each is on the disk, read back, and has a receipt.
 
@@ -75,15 +62,13 @@ def write_files(
         readers = stack.enter_context(ThreadPoolExecutor(READBACK_THREADS))
         flusher = stack.enter_context(ThreadPoolExecutor(1))
         finisher = stack.enter_context(ThreadPoolExecutor(1))
-        open_outputs: dict[str, OutputFile] = {}
-        flushes: dict[str, list[Future[None]]] = {}
+        flushes: defaultdict[str, list[Future[None]]] = defaultdict(list)
         unflushed = 0
 
         def opened(file: FilePlan) -> OutputFile:
             path = folder / file.filename
             output = outputs.enter_context(open_output(path, is_new=False, nbytes=file.nbytes))
             output.reserve(file.nbytes)
-            open_outputs[file.filename], flushes[file.filename] = output, []
             return output
 
         def on_chunk(one: StreamedFile, nbytes: int) -> None:
@@ -93,30 +78,81 @@ def write_files(
             own = flushes[one.file.filename]
             if unflushed >= _FLUSH_NBYTES and all(flush.done() for flush in own):
                 unflushed = 0
-                own.append(flusher.submit(open_outputs[one.file.filename].sync))
+                own.append(flusher.submit(one.output.sync))
 
-        def finish(one: StreamedFile, output: OutputFile, pending: list[Future[None]]) -> None:
-            for flush in pending:  # a disk reports lost bytes only once
+        def finish(one: StreamedFile) -> None:
+            for flush in flushes.pop(one.file.filename):  # a disk reports lost bytes only once
                 flush.result()
-            output.sync()
-            output.close()
+            one.output.sync()
+            one.output.close()
             digests = one.digests()
-            read_back(output.path, one.file, digests.crc32, verify, readers, meter.verified)
-            journal.add(one.file.filename, digests, one.remarkable, one.ledger.ranges())
+            read_back(one.output.path, one.file, digests.crc32, verify, readers, meter.verified)
+            journal.add(one.file.filename, digests, one.remarkable, one.coverage.ranges())
 
-        finishing: list[Future[None]] = []
-        for one in stack.enter_context(
-            closing(stream(plan, files, sources, opened, on_chunk, read))
-        ):
-            name = one.file.filename
-            output = open_outputs.pop(name)
-            with writing(output.path):
-                output.complete()
-            finishing.append(finisher.submit(finish, one, output, flushes.pop(name)))
-            while len(finishing) > _FINISHING_MAX or (finishing and finishing[0].done()):
-                finishing.pop(0).result()
-        for future in finishing:
-            future.result()
+        finishing: Future[None] | None = None
+        for one in stack.enter_context(closing(stream(plan, files, sources, opened, on_chunk))):
+            with writing(one.output.path):
+                one.output.complete()
+            if finishing is not None:  # one at a time: with their plans, many take memory
+                finishing.result()
+            finishing = finisher.submit(finish, one)
+        if finishing is not None:
+            finishing.result()
+
+
+def is_safetensors(filename: str) -> bool:
+    return filename.endswith(".safetensors")
+
+
+def read_written(
+    path: Path, filename: str, refusal: type[ZexportError] = VerificationError
+) -> dict[str, FileTensor]:
+    """Return the tensors of an output file in file order, by their names in the whole output.
+
+    Raises:
+        VerificationError: it is not a valid safetensors or torch file.
+        refusal: the system refuses to read it.
+    """
+    try:
+        if is_safetensors(filename):
+            header = read_header(path)
+            return {qualified(filename, name): one for name, one in header.tensors.items()}
+        every = sorted(_in_torch_file(path, filename), key=lambda one: one.offset)
+        return {one.name: one for one in every}
+    except ZexportError as cause:
+        system = cause.__cause__ if isinstance(cause.__cause__, OSError) else None
+        kind = VerificationError if system is None else refusal
+        problem, found, expected = cause.problem, cause.found, cause.expected
+        raise kind(problem, path=path, found=found, expected=expected, hint=cause.hint) from (
+            system or cause
+        )
+
+
+def _in_torch_file(path: Path, filename: str) -> Iterator[FileTensor]:
+    """Yield the tensors that have bytes; each must be a record of its own."""
+    file = read_torch_file(path)
+    records = {(record.offset, record.nbytes) for record in file.records}
+    for own, tensor in tensors_in(file.value, TensorRef):
+        if not tensor.nbytes:
+            continue
+        source = file.source(tensor)
+        name = f"{filename}/{own}"
+        if not isinstance(source, Extent) or (source.offset, source.nbytes) not in records:
+            raise VerificationError("tensor is not a record of its own", path=path, found=name)
+        yield FileTensor(name, tensor.dtype, tensor.shape, source.offset)
+
+
+def check_opens(path: Path, file: FilePlan) -> None:
+    """Raise unless a file contains exactly the planned tensors."""
+    found = read_written(path, file.filename, OutputError)
+    planned = {one.name: (one.dtype, one.shape, one.offset) for one in file.tensors}
+    if planned != {name: (t.dtype, t.shape, t.offset) for name, t in found.items()}:
+        raise VerificationError(
+            "contains other tensors than planned",
+            path=path,
+            found=f"{len(found)} tensors",
+            expected=len(file.tensors),
+        )
 
 
 def read_back(
@@ -131,6 +167,7 @@ def read_back(
 
     Raises:
         VerificationError: it does not contain what was written.
+        OutputError: the system refuses to read it.
     """
     check_opens(path, file)
     if verify is not VerifyMode.NONE:
@@ -159,7 +196,7 @@ def still_holds(
 
 @contextmanager
 def _read_again(path: Path, verify: VerifyMode) -> Iterator[None]:
-    """Read a written file in the block, from the disk if ``verify`` says so."""
+    """Read a written file in the block, bypassing the page cache if ``verify`` is ``DISK``."""
     with reading(path, OutputError):
         if verify is VerifyMode.DISK:
             with open_input(path) as written:
@@ -175,33 +212,16 @@ def write_small(sides: Iterable[SideFile], folder: Path) -> dict[str, FileEntry]
     """
     entries = {}
     for side in sorted(sides, key=lambda one: one.filename.endswith(_LOADED_FIRST)):
-        path = folder / side.filename
-        digest, nbytes, is_new = blake3(), 0, is_local(path)
+        path, content = folder / side.filename, side.content or b""
+        if side.origin is not None:
+            with reading(side.origin), open_input(side.origin, side.version) as file:
+                content = file.read_at(0, file.version().nbytes)
+            if side.version is not None:
+                check_unchanged(side.origin, side.version, len(content))
         with writing(path):
-            if is_new and exists(path):  # of a process that was killed
-                remove(path)
-        with open_output(path, is_new=is_new) as file:
-            for data in _content(side):
-                file.write(data, nbytes)
-                digest.update(data)
-                nbytes += len(data)
-            with writing(path):
-                file.complete()
-        with writing(path):
-            sync_path(path)
-        if side.origin is not None and side.version is not None:
-            check_unchanged(side.origin, side.version, nbytes)
-        entries[side.filename] = FileEntry(nbytes, digest.hexdigest())
+            write_durably(path, content)
+        entries[side.filename] = FileEntry(len(content), blake3(content).hexdigest())
     return entries
-
-
-def _content(side: SideFile) -> Iterator[bytes]:
-    if side.origin is None:
-        yield side.content or b""
-        return
-    with reading(side.origin), open_input(side.origin, side.version) as file:
-        for offset in range(0, file.version().nbytes, _COPY_NBYTES):
-            yield file.read_at(offset, _COPY_NBYTES)
 
 
 def check_unchanged(

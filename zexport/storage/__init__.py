@@ -1,1 +1,1 @@
-"""Where files lie: opened, listed, read by range, written and published, in one place."""
+"""Local folders and buckets: list, read, write, publish, lock."""

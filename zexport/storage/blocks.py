@@ -22,8 +22,7 @@ BLOCK_NBYTES = 8 << 20
 _GAP_NBYTES = 64 << 10
 """Reading this many unused bytes is faster than another request."""
 _AHEAD_NBYTES = 64 << 20
-"""Memory for blocks of all objects together; half more if readers need blocks that do not fit."""
-_HELD_NBYTES_MAX = _AHEAD_NBYTES * 3 // 2
+"""Memory for blocks of all objects together, except those that a reader waits for."""
 _REQUESTS = 32
 
 
@@ -53,47 +52,25 @@ class _Block:
         self.unread = unread
         self.future: Future[memoryview] | None = None
 
+    def fetched(self) -> Future[memoryview]:
+        if self.future is None:
+            self.future = _fetchers().submit(self.owner.fetch, self.start, self.stop)
+        return self.future
+
 
 _lock = Lock()
-_waiting: dict[_Block, None] = {}
-_begun: dict[_Block, None] = {}
+_blocks: dict[_Block, None] = {}
+"""All blocks, in the order in which they will be read."""
 
 
-def _fits(limit: int, *more: _Block) -> bool:
-    return sum(one.stop - one.start for one in (*_begun, *more)) <= limit
-
-
-def _begin(block: _Block) -> Future[memoryview]:
-    del _waiting[block]
-    _begun[block] = None
-    block.future = _fetchers().submit(block.owner.fetch, block.start, block.stop)
-    return block.future
-
-
-def _fill() -> None:
-    """Begin waiting blocks, in order, while there is room."""
-    while _waiting and _fits(_AHEAD_NBYTES, first := next(iter(_waiting))):
-        _begin(first)
-
-
-def _need(block: _Block) -> Future[memoryview]:
-    """Begin a block even if there is no room; drop the oldest fetched ones if too many."""
-    future = block.future or _begin(block)
-    for old in [*_begun]:
-        if _fits(_HELD_NBYTES_MAX):
+def _fetch_ahead() -> None:
+    """Fetch blocks, in order, while there is room."""
+    room = _AHEAD_NBYTES - sum(one.stop - one.start for one in _blocks if one.future is not None)
+    for block in [one for one in _blocks if one.future is None]:
+        room -= block.stop - block.start
+        if room < 0:
             break
-        if old is not block and old.future is not None and old.future.done():
-            _drop([old])
-    return future
-
-
-def _drop(blocks: Iterable[_Block]) -> None:
-    for block in blocks:
-        if block in block.owner.blocks:
-            block.owner.blocks.remove(block)
-        _waiting.pop(block, None)
-        _begun.pop(block, None)
-    _fill()
+        block.fetched()
 
 
 @cache
@@ -107,7 +84,7 @@ class ReadAhead(InputFile):
     """An object to read with read-ahead; readers of a block get the errors of its request."""
 
     def __init__(self) -> None:
-        self.blocks: list[_Block] = []
+        self._own: list[_Block] = []
 
     @abstractmethod
     def fetch(self, start: int, stop: int) -> memoryview:
@@ -120,14 +97,14 @@ class ReadAhead(InputFile):
                     known.unread += nbytes
                     continue
                 block = _Block(self, start, stop, nbytes)
-                insort(self.blocks, block, key=lambda one: one.start)
-                _waiting[block] = None
-            _fill()
+                insort(self._own, block, key=lambda one: one.start)
+                _blocks[block] = None
+            _fetch_ahead()
 
     def read(self, offset: int, part: memoryview) -> int:
         with _lock:
             block = self._at(offset)
-            future = None if block is None else _need(block)
+            future = None if block is None else block.fetched()
         if block is None or future is None:
             data = self.fetch(offset, offset + part.nbytes)
         else:
@@ -135,17 +112,24 @@ class ReadAhead(InputFile):
             with _lock:
                 block.unread -= data.nbytes
                 if block.unread <= 0:
-                    _drop([block])
+                    self._drop(block)
         part[: data.nbytes] = data
         return data.nbytes
 
     def _at(self, offset: int) -> _Block | None:
-        before = bisect_right(self.blocks, offset, key=lambda one: one.start)
-        return next((one for one in self.blocks[:before][-1:] if offset < one.stop), None)
+        before = bisect_right(self._own, offset, key=lambda one: one.start)
+        return next((one for one in self._own[:before][-1:] if offset < one.stop), None)
+
+    def _drop(self, *blocks: _Block) -> None:
+        for block in blocks:
+            if block in _blocks:
+                del _blocks[block]
+                self._own.remove(block)
+        _fetch_ahead()
 
     def close(self) -> None:
         with _lock:
-            for block in self.blocks:
+            for block in self._own:
                 if block.future is not None:
                     block.future.cancel()
-            _drop([*self.blocks])
+            self._drop(*self._own)

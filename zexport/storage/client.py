@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from zexport.errors import UsageError
 from zexport.storage.location import Address
+from zexport.storage.os_errors import first_line
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -20,13 +21,6 @@ if TYPE_CHECKING:
 RETRIES: Any = {"max_retries": 8}
 """obstore waits less than a minute for these."""
 
-_ENDPOINTS = (
-    "AWS_ENDPOINT_URL_S3",
-    "AWS_ENDPOINT_URL",
-    "AWS_ENDPOINT",
-    "GOOGLE_BASE_URL",
-    "AZURE_STORAGE_ENDPOINT",
-)
 _OWN_KEYS = {"AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_SKIP_SIGNATURE"}
 """Variables and options of S3 credentials that obstore itself uses."""
 
@@ -46,8 +40,8 @@ _SENTENCES = (
     (r"incorrectly configured region", errno.EIO, "the bucket is in another region"),
     (r"not found: Error performing P(UT|OST) ", errno.ENOENT, "the store answers"),
     (r"^Object at location .* not found", errno.ENOENT, "there is no such object"),
-    (r"^Object at location .* already exists", errno.EEXIST, "it is there already"),
-    (r"status code: 412", errno.EBADMSG, "it was replaced meanwhile"),
+    (r"^Object at location .* already exists", errno.EEXIST, "the object exists"),
+    (r"status code: 412", errno.EBADMSG, "the object was replaced"),
     (r"status code: 40[13]", errno.EACCES, "the store refuses access"),
     (r"status code", errno.EIO, "the store answers"),
     (r"error sending request", errno.EIO, "the store cannot be reached"),
@@ -59,19 +53,6 @@ _SENTENCES = (
 The status is appended to ``the store ...``.
 Source: object_store 0.13, ``client/retry.rs`` and ``lib.rs``, in obstore 0.12.
 """
-
-_KEYS = {
-    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
-    "gs": "GOOGLE_APPLICATION_CREDENTIALS, or run gcloud auth application-default login",
-    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or run az login",
-}
-_CURES = {
-    "there is no such bucket": "Check its name, the endpoint and the region",
-    "there are no credentials": "Set {keys}",
-    "the bucket is in another region": "Set AWS_REGION or --storage-option region=REGION",
-    "the store cannot be reached": "Check the network, the region and the endpoint "
-    "(--storage-option endpoint=URL)",
-}
 
 _options: dict[str, str] = {}
 
@@ -100,8 +81,8 @@ def store_of(root_url: str) -> ObjectStore:
     from obstore.exceptions import BaseError  # noqa: PLC0415 - only for addresses
     from obstore.store import from_url  # noqa: PLC0415
 
-    client: Any = {"connect_timeout": "10s", "timeout": "120s"}
-    client |= {"allow_http": True} if _is_plain() else {}
+    # Only an endpoint that the user gives is http.
+    client: Any = {"connect_timeout": "10s", "timeout": "120s", "allow_http": True}
     config: Any = {}
     more: Any = {}
     for key, value in _options.items():
@@ -120,13 +101,6 @@ def store_of(root_url: str) -> ObjectStore:
             path=Address(root_url),
             hint="Check --storage-option and the environment",
         ) from cause
-
-
-def _is_plain() -> bool:
-    """Whether the endpoint is not encrypted."""
-    names = ("endpoint", "endpoint_url", "base_url")
-    given = (value for key, value in _options.items() if key.endswith(names))
-    return next(filter(None, (*given, *map(os.getenv, _ENDPOINTS))), "").startswith("http://")
 
 
 def _profile(config: dict[str, Any]) -> dict[str, Any]:
@@ -155,11 +129,6 @@ def _profile(config: dict[str, Any]) -> dict[str, Any]:
         ) from cause
 
 
-def first_line(cause: Exception) -> str:
-    """Return the first line of an error without its full stop."""
-    return str(cause).partition("\n")[0].rstrip(".")
-
-
 @contextmanager
 def asking(address: Address) -> Iterator[ObjectStore]:
     """Yield the client of a bucket; raise an ``OSError`` about the address for obstore's errors."""
@@ -182,11 +151,3 @@ def _explained(cause: Exception) -> tuple[int, str]:
     if words.startswith("the store ") and status is not None:
         words += f" {status[1]}" + (f", {code[1]}" if code else "")
     return number, words
-
-
-def cure_of(cause: OSError) -> str:
-    """Return what to do about an error that concerns a whole bucket or store; else nothing."""
-    if not isinstance(cause.filename, Address):
-        return ""
-    scheme = cause.filename.root_url.partition(":")[0]
-    return _CURES.get(cause.strerror or "", "").format(keys=_KEYS.get(scheme, _KEYS["az"]))

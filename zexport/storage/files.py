@@ -6,16 +6,24 @@ A folder of a bucket is a common prefix of object names.
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zexport.errors import OutputError
 from zexport.storage.local import LOCAL
 from zexport.storage.location import Address, place
-from zexport.storage.os_errors import HINTS, writing
+from zexport.storage.os_errors import HINTS, reading, writing
 from zexport.storage.storage import InputFile, Kind, OutputFile, Storage, Version
+
+if TYPE_CHECKING:
+    pass
+
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+"""Start of a file that ``git lfs pull`` has not replaced yet."""
+
+_BLOCK_NBYTES = 1 << 20
 
 
 def storage_of(path: Path) -> Storage[Any]:
@@ -127,15 +135,10 @@ def make_folder(path: Path) -> None:
     storage_of(path).make_folder(path)
 
 
-def remove(path: Path) -> None:
-    """Remove a file, a link, or a folder with its content."""
-    storage_of(path).delete([path])
-
-
-def remove_all(paths: Iterable[Path]) -> None:
-    """Remove files or folders of one storage; objects in one request."""
-    if gone := [*paths]:
-        storage_of(gone[0]).delete(gone)
+def remove(*paths: Path) -> None:
+    """Remove files, links, and folders with their content, of one storage; objects together."""
+    if paths:
+        storage_of(paths[0]).delete([*paths])
 
 
 def version(path: Path) -> Version:
@@ -170,26 +173,18 @@ def open_input(path: Path, known: Version | None = None) -> InputFile:
 
 
 def open_output(path: Path, *, is_new: bool, nbytes: int = 0) -> OutputFile:
-    """Open a file of at most ``nbytes``, which must not exist if ``is_new``, to write.
-
-    A new object is kept in memory until complete.
-    """
+    """Open a file of at most ``nbytes`` to write; a local one must not exist if ``is_new``."""
     with writing(path):
         return storage_of(path).create(path, is_new=is_new, nbytes=nbytes)
 
 
-def write_durably(path: Path, content: bytes, *, is_new: bool = False, note: str = "") -> None:
+def write_durably(path: Path, content: bytes, *, is_new: bool = False) -> None:
     """Write a small file durably and atomically.
 
     Raises:
         FileExistsError: an object exists with other content, and ``is_new``.
     """
-    storage_of(path).put(path, content, is_new=is_new, note=note)
-
-
-def note_of(path: Path) -> str:
-    """Return the note that ``write_durably`` gave an object; a local file has none."""
-    return storage_of(path).note(path)
+    storage_of(path).put(path, content, is_new=is_new)
 
 
 def sync_path(path: Path) -> None:
@@ -208,4 +203,63 @@ def check_space(folder: Path, nbytes: int) -> None:
             found=f"{free} bytes free",
             expected=f"at least {nbytes}",
             hint=HINTS[errno.ENOSPC],
+        )
+
+
+def read_whole(path: Path) -> bytes:
+    """Return the content of one of zexport's own files, however large."""
+    with open_input(path) as file:
+        return file.read_at(0, file.version().nbytes)
+
+
+def read_regular(path: Path, nbytes_max: int) -> bytes | None:
+    """Return the content of a file; ``None`` if it has more than ``nbytes_max`` bytes."""
+    content = read_range(path, 0, nbytes_max + 1)
+    return content if len(content) <= nbytes_max else None
+
+
+def read_range(path: Path, offset: int, nbytes: int) -> bytes:
+    """Return ``nbytes`` bytes of a file from ``offset``, fewer only at its end."""
+    with open_input(path) as file:
+        return file.read_at(offset, nbytes)
+
+
+class FileBytes:
+    """A file to read like ``bytes``, mostly forward; a megabyte is in memory."""
+
+    def __init__(self, file: InputFile) -> None:
+        self._file = file
+        self._start = 0
+        self._held = b""
+
+    def __len__(self) -> int:
+        return self._file.version().nbytes
+
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, slice):
+            return self._read(place.start, place.stop)
+        return self._read(place, place + 1)[0]
+
+    def find(self, wanted: bytes, start: int, stop: int) -> int:
+        """Find a single byte."""
+        while start < stop and self._read(start, start + 1):
+            at = self._held.find(wanted, start - self._start, stop - self._start)
+            if at >= 0:
+                return self._start + at
+            start = self._start + len(self._held)
+        return -1
+
+    def _read(self, start: int, stop: int) -> bytes:
+        if start < self._start or stop > self._start + len(self._held):
+            self._start = start
+            self._held = self._file.read_at(start, max(stop - start, _BLOCK_NBYTES))
+        return self._held[start - self._start : stop - self._start]
+
+
+def same_bytes(one: Path, other: Path) -> bool:
+    with reading(other), open_input(one) as left, open_input(other) as right:
+        nbytes = left.version().nbytes
+        return nbytes == right.version().nbytes and all(
+            left.read_at(at, _BLOCK_NBYTES) == right.read_at(at, _BLOCK_NBYTES)
+            for at in range(0, nbytes, _BLOCK_NBYTES)
         )

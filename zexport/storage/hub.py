@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from zexport.errors import MissingExtraError, OutputError, UsageError
-from zexport.storage.client import first_line
+from zexport.storage.os_errors import first_line
 from zexport.text import shell_word, some
 
 _LAST = ("config.json", "adapter_config.json", "*.index.json", "zexport_manifest.json")
@@ -34,7 +34,7 @@ def check_repository(repository: str, *, overwrite: bool) -> None:
     if find_spec("huggingface_hub") is None:
         raise MissingExtraError(
             "--push-to-hub needs huggingface_hub, which is not installed",
-            hint="Type pip install '.[hub]' in a clone of zexport",
+            hint="Run pip install '.[hub]' in a clone of zexport",
         )
     from huggingface_hub import HfApi, constants, get_token
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError

@@ -1,19 +1,33 @@
-"""JSON values, and results as JSON."""
+"""JSON: objects in files, read within a memory bound, and results."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, TypeAlias, TypeVar, cast
 
 import msgspec
 
+from zexport.errors import DamagedCheckpointError
+from zexport.storage.files import read_regular
+from zexport.storage.os_errors import reading
 from zexport.text import brief
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 JsonObject: TypeAlias = "dict[str, Json]"
 SCHEMA = 2
 """Version of the printed results; increased when a key changes or is removed."""
+
+_NBYTES_MAX = 64 << 20
+_MEMORY_NBYTES_MAX = 128 << 20
+"""Limit of ``_parse``'s estimate. An index of 100,000 weights takes a third; 60 MB of empty lists
+would take more than a gigabyte."""
+
+_REPAIR = "Repair or remove the file"
+
+_DICT_NBYTES, _LIST_NBYTES, _ITEM_NBYTES = 240, 96, 180  # CPython 3.11 to 3.14, upwards
+_CHARACTER_NBYTES = 4  # of a text with a character beyond U+FFFF
 
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 _T = TypeVar("_T")
@@ -72,3 +86,30 @@ def form_of(*results: object) -> JsonObject:
 def decoded(text: str, kind: type[_T]) -> _T:
     """Return the value whose JSON ``form_of`` or ``values_of`` returned."""
     return msgspec.convert(json.loads(text), kind, dec_hook=lambda cls, value: cls(value))
+
+
+def read_json_object(path: Path) -> JsonObject:
+    """Return the JSON object in a file."""
+    with reading(path, DamagedCheckpointError, _REPAIR):
+        content = read_regular(path, _NBYTES_MAX)
+    try:
+        value = None if content is None else _parse(content)
+    except (ValueError, RecursionError) as error:
+        raise _not_an_object(path, error) from error
+    if not isinstance(value, dict):
+        raise _not_an_object(path, f"a {type(value).__name__}")
+    return value
+
+
+def _parse(content: bytes) -> object:
+    """Return the value; estimate its memory first, by its brackets and commas."""
+    nbytes = len(content) * (1 if content.isascii() else _CHARACTER_NBYTES)
+    nbytes += content.count(b"{") * _DICT_NBYTES + content.count(b"[") * _LIST_NBYTES
+    nbytes += content.count(b",") * _ITEM_NBYTES
+    if nbytes > _MEMORY_NBYTES_MAX:
+        raise ValueError(f"its values may take {nbytes >> 20} MiB of memory")
+    return json.loads(content)
+
+
+def _not_an_object(path: Path, found: object) -> DamagedCheckpointError:
+    return DamagedCheckpointError("is not a JSON object", path=path, found=found, hint=_REPAIR)

@@ -8,14 +8,13 @@ import fcntl
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, TypeVar
 
-from zexport.storage.os_errors import writing
-from zexport.storage.retries import steadily, synced
+from zexport.storage.os_errors import steadily, synced, writing
 from zexport.storage.storage import Entry, InputFile, Kind, OutputFile, Stat, Storage, Version
 
 _T = TypeVar("_T")
@@ -73,7 +72,7 @@ class LocalStorage(Storage[Path]):
     def create(self, path: Path, *, is_new: bool, nbytes: int) -> LocalOutput:  # noqa: ARG002
         return LocalOutput(path, is_new=is_new)
 
-    def put(self, path: Path, content: bytes, *, is_new: bool, note: str) -> None:  # noqa: ARG002
+    def put(self, path: Path, content: bytes, *, is_new: bool) -> None:  # noqa: ARG002
         fresh = path.with_name(f".{path.name}.new")
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -225,14 +224,23 @@ def hard_link(path: Path, link: Path) -> None:
     os.link(path, link)
 
 
+def link_or_copy(path: Path, link: Path) -> bool:
+    """Make a hard link, or a copy on a file system without; return whether it is a link."""
+    try:
+        hard_link(path, link)
+    except OSError:
+        shutil.copy2(path, link)
+        return False
+    return True
+
+
+def copy_attributes(path: Path, of: Path) -> None:
+    """Give ``path`` the mode and times of another file or folder."""
+    shutil.copystat(of, path)
+
+
 def symlink(path: Path, link: Path) -> None:
     link.symlink_to(path)
-
-
-def take_place(path: Path, old: Path) -> None:
-    """Replace ``old`` with ``path``, keeping the mode and times of ``old``."""
-    shutil.copystat(old, path)
-    path.replace(old)
 
 
 def remove_if_possible(path: Path) -> None:
@@ -272,15 +280,6 @@ def set_times(paths: list[Path], now_ns: int) -> None:
             os.utime(path, ns=(now_ns, now_ns))
 
 
-@contextmanager
-def times_kept(*folders: Path) -> Iterator[None]:
-    """Restore the times of folders after the block: tools sort checkpoints by them."""
-    before = {folder: folder.stat() for folder in folders}
-    yield
-    for folder, status in before.items():
-        os.utime(folder, ns=(status.st_atime_ns, status.st_mtime_ns))
-
-
 def try_lock(path: Path, *, create: bool = True) -> int | None:
     """Return a descriptor that holds a file's lock; ``None`` if another process holds it.
 
@@ -312,17 +311,6 @@ def _lock(descriptor: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(descriptor), os.lstat(path))
     except FileNotFoundError:
         return False
-
-
-def is_marked(descriptor: int) -> bool:
-    """Whether ``mark`` wrote to a lock file."""
-    return bool(steadily(lambda: os.pread(descriptor, 1, 0)))
-
-
-def mark(descriptor: int, content: bytes) -> None:
-    """Write to a lock file, durably."""
-    steadily(lambda: os.pwrite(descriptor, content, 0))
-    synced(descriptor)
 
 
 def unlock(descriptor: int, path: Path | None = None) -> None:

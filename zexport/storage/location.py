@@ -59,8 +59,8 @@ def place(given: str | os.PathLike[str]) -> Path:
     first = str(path).partition("/")[0]
     if os.path.expanduser(first) != first:  # noqa: PTH111 - Path's raises for an unknown user
         raise UsageError(
-            f"{str(given)!r} begins with {first}, which only a shell takes for a home folder: "
-            "write the path in full"
+            f"{str(given)!r} begins with {first}, which only a shell expands",
+            hint="Write the full path",
         )
     if found := _ADDRESS.match(str(given)) or _ADDRESS.match(str(path)):
         return _address(str(given), str(path), found[1])
@@ -73,8 +73,9 @@ def local_path(given: str | os.PathLike[str]) -> Path:
     """Return a path on this machine; raise ``UsageError`` for an address."""
     if isinstance(path := place(given), Address):
         raise UsageError(
-            f"{str(path)!r} is an address, and this has to be a path on this machine",
-            hint="Give a folder of this machine, and copy it there afterwards",
+            f"{str(path)!r} is an address",
+            expected="a path on this machine",
+            hint="Pass a local folder and copy it afterwards",
         )
     return path
 
@@ -88,18 +89,18 @@ def last_names(folder: Path) -> str:
 def _address(given: str, text: str, scheme: str) -> Address:
     if scheme.lower() not in _SCHEMES:
         raise UsageError(
-            f"{given!r} is an address with the unknown scheme {scheme}: "
-            "give a path on this machine, or an address that begins with s3://, gs:// or az://"
+            f"{given!r} has the unknown scheme {scheme}",
+            expected="a path on this machine, or s3://, gs:// or az://",
         )
     address = Address(_SCHEMES[scheme.lower()] + text[len(scheme) :])
     has_bucket = len(address.parts) > 1 and not given.startswith(f"{scheme}:///")
     if not has_bucket or ".." in address.parts or _CONTROL.search(str(address)):
-        raise UsageError(f"{given!r} is no address", expected=f"{scheme}://BUCKET/FOLDER")
+        raise UsageError(f"{given!r} is not an address", expected=f"{scheme}://BUCKET/FOLDER")
     if find_spec("obstore") is None:
         raise MissingExtraError(
             "addresses need obstore, which is not installed",
             path=address,
-            hint="Type pip install '.[cloud]' in a clone of zexport",
+            hint="Run pip install '.[cloud]' in a clone of zexport",
         )
     return address
 

@@ -21,8 +21,6 @@ from zexport.text import shell_word
 
 _PARTIAL = ".partial"
 _LOCK_SECONDS = 0.1  # its owner may be removing it right now
-_OWN = b"a zexport export\n"
-"""Content of a lock file once the unfinished folder is known to be an export's."""
 
 
 def workplaces(target: Path) -> tuple[Path, Path]:
@@ -69,11 +67,9 @@ def check_finished(folder: Path, refusal: type[ZexportError]) -> None:
 @contextmanager
 def parents(parent: Path) -> Iterator[None]:
     """Create the missing folders above the target; remove them if the block fails."""
-    missing: list[Path] = []
-    if is_local(parent):
-        with writing(parent):
-            missing = [folder for folder in (parent, *parent.parents) if not folder.exists()]
-            make_folder(parent)
+    with writing(parent):
+        missing = [folder for folder in (parent, *parent.parents) if not exists(folder)]
+        make_folder(parent)
     try:
         yield
     except BaseException:  # Ctrl-C too
@@ -94,26 +90,21 @@ def locked(target: Path, *, seconds: float = _LOCK_SECONDS) -> Iterator[None]:
     if not is_local(target):
         yield
         return
-    path = with_suffix(target, f"{_PARTIAL}.lock")
-    lock = _take(path, target, "another export is writing this folder", seconds)
-    foreign: list[Path] = []
-    try:
-        with writing(path):
-            there = [place for place in workplaces(target) if place.exists()]
-            if not local.is_marked(lock):  # last: without locks, another may begin right now
-                foreign = [place for place in there if not (place / RECEIPTS).is_dir()]
-                if not foreign:
-                    local.mark(lock, _OWN)
-        if foreign:
+    path, places = with_suffix(target, f"{_PARTIAL}.lock"), workplaces(target)
+    with writing(path):
+        there = [place for place in places if place.exists() and not (place / RECEIPTS).is_dir()]
+        # Another export may begin or end right now.
+        if there and not path.exists() and there[0].exists():
             raise OutputError(
-                "is in the way: zexport writes an export under this name and renames it",
-                path=foreign[0],
-                hint="Move it away, or choose another name for the output",
+                "blocks the export: zexport needs this name for unfinished work",
+                path=there[0],
+                hint="Move it, or choose another output",
             )
+    lock = _take(path, target, "another export is writing this folder", seconds)
+    try:
         yield
     finally:
-        is_done = foreign or not any(place.exists() for place in workplaces(target))
-        local.unlock(lock, path if is_done else None)
+        local.unlock(lock, None if any(place.exists() for place in places) else path)
 
 
 @contextmanager

@@ -127,19 +127,15 @@ class Storage(ABC, Generic[P]):
 
     @abstractmethod
     def create(self, path: P, *, is_new: bool, nbytes: int) -> OutputFile:
-        """Open a file of at most ``nbytes`` to write; it must not exist if ``is_new``."""
+        """Open a file to write; see ``open_output``."""
 
     @abstractmethod
-    def put(self, path: P, content: bytes, *, is_new: bool, note: str) -> None:
+    def put(self, path: P, content: bytes, *, is_new: bool) -> None:
         """Write a small file durably and atomically; see ``write_durably``."""
 
     @abstractmethod
     def delete(self, paths: list[P]) -> None:
         """Remove files, links, and folders with their content."""
-
-    def note(self, path: P) -> str:  # noqa: ARG002
-        """Return the note that ``put`` gave an object; a local file has none."""
-        return ""
 
     def make_folder(self, path: P) -> None:
         """Create a folder and its parents if missing; a bucket needs none."""
