@@ -1,9 +1,8 @@
-"""DeepSpeed's ``zero_to_fp32`` functions by the same names: swap the import line.
+"""DeepSpeed's ``zero_to_fp32`` functions under the same names: swap the import line.
 
-What differs is what DeepSpeed gets wrong: frozen weights of ZeRO-1 are there, tied weights can be
-written as safetensors, damaged or mixed files are refused as ``zexport consolidate`` refuses them,
-and no code in a checkpoint runs. Errors are of the builtin types that DeepSpeed raises, caused by a
-``ZexportError`` with the facts.
+Unlike DeepSpeed's, they include frozen weights of ZeRO-1, write tied weights as safetensors, refuse
+damaged or mixed files, and run no code in a checkpoint. Errors have the builtin types that
+DeepSpeed raises, with a ``ZexportError`` as cause.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ from zexport.text import some
 
 if TYPE_CHECKING:
     import torch
-    from huggingface_hub import StateDictSplit
 
 __all__ = [
     "LazyTensor",
@@ -56,15 +54,10 @@ for _package in ("torch", "huggingface_hub"):
 
 
 class LazyTensor:
-    """A tensor that is read when it is asked for, and each time anew.
+    """A tensor that ``contiguous()`` reads, each time from disk.
 
-    Its second copies in the checkpoint are compared with it when it is first read. A CRC-32 covers
-    a whole record, often that of many tensors: it is checked when nearly all of one was read, for
-    what was read first.
-
-    Attributes:
-        shape: its full shape.
-        dtype: its element type.
+    The first read compares replicas. A CRC-32 covers a record of many tensors, and is checked once
+    nearly all its bytes have been read.
     """
 
     def __init__(self, stored: StoredTensor, dtype: DType, weights: ProvenWeights) -> None:
@@ -76,17 +69,16 @@ class LazyTensor:
         self._weights = weights
 
     def contiguous(self) -> torch.Tensor:
-        """The tensor itself.
+        """Return the tensor.
 
         Raises:
-            ValueError: its copies differ, a record is not what was saved, or a file was changed.
+            ValueError: replicas or a CRC-32 differ, or a file has changed.
             OSError: a file cannot be read.
         """
         with _as_builtin(OSError), self._weights.reading(self._stored) as reader:
             return self.read(reader)
 
     def read(self, reader: WeightReader) -> torch.Tensor:
-        """The tensor itself, read by ``reader``."""
         import torch  # noqa: PLC0415 - takes seconds
 
         value = torch.empty(self.shape, dtype=getattr(torch, self._stored.dtype.torch_name))
@@ -101,25 +93,22 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> Mapping[str, torch.Tensor | LazyTensor]:
-    """The master weights, frozen weights and buffers of a checkpoint, by the names in memory.
+    """Return master weights, frozen weights and buffers by in-memory name, in DeepSpeed's order.
 
-    Master and frozen weights come in the type that they are stored in (fp32 and the module's).
-    Floating buffers of less than 32 bits come as float32, as from DeepSpeed: that changes no value.
-    Wider floating buffers, integers and bools keep their type: float32 would change values. Tied
-    names stand for one tensor object. The order is DeepSpeed's.
+    Master and frozen weights keep their stored dtype (fp32 and the module's). Floating buffers of
+    less than 32 bits become float32, as from DeepSpeed; others keep their dtype, because float32
+    would change values. Tied names share one tensor object.
 
     Args:
-        checkpoint_dir: the folder that holds ``latest``, or any other level that zexport accepts.
-        tag: name of the tag folder; ``None`` takes it from the level given or from ``latest``.
+        checkpoint_dir: the folder with ``latest``, or any other level that zexport accepts.
+        tag: name of the tag folder; ``None`` for the one in ``latest``.
         exclude_frozen_parameters: leave out frozen weights.
-        lazy_mode: in place of tensors, give objects with ``shape``, ``dtype`` and ``contiguous()``,
-            which reads the tensor and refuses it then; see ``LazyTensor``.
+        lazy_mode: return ``LazyTensor`` objects instead of tensors.
 
     Raises:
-        FileNotFoundError: the tag folder, or every file of a kind in it, is not there.
-        ValueError: there is no checkpoint or several, it is incomplete, damaged, unsafe or of a
-            layout that is not supported, it holds weights twice with different values, or frozen
-            weights were left out when it was saved.
+        FileNotFoundError: the tag folder, or every file of one kind, is missing.
+        ValueError: the checkpoint is missing, ambiguous, incomplete, damaged, unsafe or not
+            supported, replicas differ, or frozen weights were left out when it was saved.
     """
     checkpoint = _open(checkpoint_dir, tag, may_lack_frozen=exclude_frozen_parameters)
     tensors, weights = _state(checkpoint, _in_memory, exclude_frozen=exclude_frozen_parameters)
@@ -129,15 +118,14 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def load_state_dict_from_zero_checkpoint(
     model: torch.nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
 ) -> torch.nn.Module:
-    """The model itself, moved to the CPU, with the checkpoint's weights in it.
+    """Load the checkpoint's weights into the model, moved to the CPU, and return it.
 
-    Weights that the checkpoint lacks keep the model's values, as with DeepSpeed; a warning names
-    them, those that the model does not know, and those of which it has one and the checkpoint two.
-    A model in 16 bits rounds what it is given.
+    Warnings name missing weights, which keep the model's values as with DeepSpeed, unexpected
+    weights, and tied weights with different values. A 16-bit model rounds the weights.
 
     Raises:
         FileNotFoundError: as ``get_fp32_state_dict_from_zero_checkpoint``.
-        ValueError: likewise, but for frozen weights that were left out.
+        ValueError: likewise, except for frozen weights that were left out.
         RuntimeError: a tensor has another shape than the model's.
     """
     checkpoint = _open(checkpoint_dir, tag, may_lack_frozen=True)
@@ -151,15 +139,15 @@ def load_state_dict_from_zero_checkpoint(
         if names:
             warnings.warn(f"{checkpoint_dir} has {what} {some(names)}", stacklevel=2)
     for tied in _tied_apart(model, values):
-        told = f"{checkpoint_dir} has different values of what is one weight of the model: "
-        warnings.warn(f"{told}{', '.join(tied)}; it has those of {tied[-1]}", stacklevel=2)
+        problem = f"{checkpoint_dir}: values of tied weights differ ({', '.join(tied)})"
+        warnings.warn(f"{problem}; the model has those of {tied[-1]}", stacklevel=2)
     return model
 
 
 def _tied_apart(
     model: torch.nn.Module, values: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[str, ...]]:
-    """Names of one weight of a model that have different values, in the order of loading."""
+    """Yield the names of a tied weight with different values, in the order of loading."""
     import torch  # noqa: PLC0415 - takes seconds
 
     by_weight: dict[int, list[str]] = {}
@@ -179,33 +167,38 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write ``pytorch_model.bin`` or ``model.safetensors``, or shards of it and their index.
+    """Write ``pytorch_model.bin`` or ``model.safetensors``, or shards and their index.
 
-    Floating tensors of less than 32 bits are widened to float32, frozen weights too. The files get
-    their names when all of them are written and every CRC is right. Tied names are stored once in
-    ``.bin`` files and once each in safetensors, which knows no sharing, so that the same names are
-    in both. Holds one shard in memory. Other weights in the folder stay; a warning
-    tells where from_pretrained would load those.
+    Floating tensors of less than 32 bits become float32, frozen weights included. Files are renamed
+    into place once all are written and every CRC-32 is right. Tied weights are stored once in
+    ``.bin`` files, and under each name in safetensors. Uses the memory of one shard. A warning
+    names other weights in the folder that from_pretrained would load instead.
+
+    Arguments and errors that are not listed are those of
+    ``get_fp32_state_dict_from_zero_checkpoint``.
 
     Args:
-        checkpoint_dir: as ``get_fp32_state_dict_from_zero_checkpoint``.
-        output_dir: where to write; made if need be.
-        max_shard_size: bytes, or a text such as ``5GB``; ``None`` for one file.
+        output_dir: the output folder, created if missing.
+        max_shard_size: bytes, or a string such as ``5GB``; ``None`` for one file.
         safe_serialization: write safetensors.
-        tag: as ``get_fp32_state_dict_from_zero_checkpoint``.
-        exclude_frozen_parameters: leave out frozen weights.
 
     Raises:
-        FileNotFoundError: as ``get_fp32_state_dict_from_zero_checkpoint``.
-        ValueError: likewise.
         OSError: the output cannot be written.
     """
+    from huggingface_hub import split_state_dict_into_shards_factory  # noqa: PLC0415 - 30 ms
+
     with _as_builtin(ValueError):
         output_dir = local_path(output_dir)
     checkpoint = _open(checkpoint_dir, tag, may_lack_frozen=exclude_frozen_parameters)
     tensors, weights = _state(checkpoint, _widened, exclude_frozen=exclude_frozen_parameters)
-    weights_name = "model.safetensors" if safe_serialization else "pytorch_model.bin"
-    split = _split(tensors, weights_name, max_shard_size)
+    stem, suffix = ("model", "safetensors") if safe_serialization else ("pytorch_model", "bin")
+    split = split_state_dict_into_shards_factory(
+        dict(tensors),
+        get_storage_size=lambda lazy: lazy.shape.numel() * lazy.dtype.itemsize,
+        get_storage_id=lambda lazy: None if safe_serialization else lazy,  # tied names share it
+        filename_pattern=f"{stem}{{suffix}}.{suffix}",
+        max_shard_size=sys.maxsize if max_shard_size is None else max_shard_size,
+    )
     make_folder(output_dir)
     with TemporaryDirectory(dir=output_dir, prefix=".zexport-") as name:
         folder = Path(name)
@@ -214,42 +207,36 @@ def convert_zero_checkpoint_to_fp32_state_dict(
                 _save(_read({name: tensors[name] for name in names}, reader), folder / filename)
         filenames = list(split.filename_to_tensors)
         if split.is_sharded:
-            filenames.append(f"{weights_name}.index.json")
+            filenames.append(f"{stem}.{suffix}.index.json")
             index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
             text = json.dumps(index, indent=2, sort_keys=True) + "\n"
             write_durably(folder / filenames[-1], text.encode())
         for filename in filenames:  # the index last
             rename(folder / filename, output_dir / filename)
-    _warn_of_older(output_dir, filenames[-1])
-
-
-def _warn_of_older(folder: Path, written: str) -> None:
-    """Warn where from_pretrained would load other weights than those that were written."""
-    sooner = WEIGHTS_IN_ORDER[: WEIGHTS_IN_ORDER.index(written)]
-    if older := next((name for name in sooner if is_file(folder / name)), None):
-        told = f"{folder} holds {older} from before, which from_pretrained loads in place of "
-        warnings.warn(f"{told}{written}: remove it", stacklevel=3)
+    sooner = WEIGHTS_IN_ORDER[: WEIGHTS_IN_ORDER.index(filenames[-1])]
+    if older := next((name for name in sooner if is_file(output_dir / name)), None):
+        problem = f"{output_dir}: from_pretrained loads {older} instead of {filenames[-1]}"
+        warnings.warn(f"{problem}. Remove {older}", stacklevel=2)
 
 
 @contextmanager
 def _as_builtin(kind: type[OSError] | type[ValueError]) -> Iterator[None]:
-    """Every ``ZexportError`` as a builtin one: ``kind`` where files are amiss, else ValueError."""
+    """Raise a ``ZexportError`` as ``kind`` if files are missing, else as ``ValueError``."""
     try:
         yield
     except ZexportError as error:
         is_damage = isinstance(error, DamagedCheckpointError)
-        are_amiss = isinstance(error, CheckpointError) and not is_damage
-        raise (kind if are_amiss else ValueError)(str(error)) from error
+        is_missing = isinstance(error, CheckpointError) and not is_damage
+        raise (kind if is_missing else ValueError)(str(error)) from error
 
 
 def _open(
     checkpoint_dir: str | os.PathLike[str], tag: str | None, *, may_lack_frozen: bool
 ) -> TrainingState:
-    """The checkpoint, without problems; what is raised is of the type that DeepSpeed raises.
+    """Return a checkpoint without problems, or raise the type that DeepSpeed raises.
 
-    Source: DeepSpeed 0.19.8, ``utils/zero_to_fp32.py``: ValueError without a tag and ``latest``,
-    and where files of some ranks are missing; FileNotFoundError where the tag folder is, or all
-    files of one kind are.
+    Source: DeepSpeed 0.19.8, ``utils/zero_to_fp32.py``: ValueError if tag and ``latest`` or files
+    of some ranks are missing; FileNotFoundError if the tag folder or all files of one kind are.
     """
     is_named = tag is not None or is_file(place(checkpoint_dir) / "latest")
     with _as_builtin(FileNotFoundError if is_named else ValueError):
@@ -258,8 +245,8 @@ def _open(
     with _as_builtin(ValueError if len(kinds) > 1 else FileNotFoundError):
         findings = raise_problems(checkpoint)
     found = (f"{one.kind.value}: {one.detail or one.tensor}" for one in findings)
-    for told in (*checkpoint.newer, *checkpoint.warnings, *found):
-        warnings.warn(told, stacklevel=3)
+    for text in (*checkpoint.newer, *checkpoint.warnings, *found):
+        warnings.warn(text, stacklevel=3)
     if may_lack_frozen or not (checkpoint.left_out or checkpoint.frozen_left_out):
         return checkpoint
     with _as_builtin(ValueError):
@@ -268,7 +255,7 @@ def _open(
             path=checkpoint.location.tag_dir,
             found=f"no values for {some(checkpoint.left_out)}" if checkpoint.left_out else None,
             expected="every weight of the model",
-            hint="Give exclude_frozen_parameters=True to do without them on purpose",
+            hint="Pass exclude_frozen_parameters=True to leave them out",
         )
 
 
@@ -278,7 +265,7 @@ def _state(
     *,
     exclude_frozen: bool,
 ) -> tuple[OrderedDict[str, LazyTensor], ProvenWeights]:
-    """Every name of the checkpoint, in the order of DeepSpeed's state dict, and what reads them."""
+    """Return every tensor in the order of DeepSpeed's state dict, and their reader."""
     roles = [Role.BUFFER, *([] if exclude_frozen else [Role.FROZEN]), Role.TRAINABLE]
     stored = [tensor for role in roles for tensor in checkpoint.tensors if tensor.role is role]
     with _as_builtin(ValueError):
@@ -291,7 +278,7 @@ def _state(
 
 
 def _widened(stored: StoredTensor) -> DType:
-    """Float32 for all floating types whose every value it can hold."""
+    """Return float32 for floating dtypes with fewer bits."""
     is_narrow = stored.dtype.is_floating and stored.dtype.itemsize < DType.F32.itemsize
     return DType.F32 if is_narrow else stored.dtype
 
@@ -306,25 +293,9 @@ def _read_all(tensors: Mapping[str, LazyTensor], weights: ProvenWeights) -> dict
 
 
 def _read(tensors: Mapping[str, LazyTensor], reader: WeightReader) -> dict[str, torch.Tensor]:
-    """The tensors, each read once: tied names stand for one tensor here, too."""
+    """Read each tensor once; tied names share it."""
     read = {lazy: lazy.read(reader) for lazy in dict.fromkeys(tensors.values())}
     return {name: read[lazy] for name, lazy in tensors.items()}
-
-
-def _split(
-    tensors: Mapping[str, LazyTensor], weights_name: str, max_shard_size: int | str | None
-) -> StateDictSplit:
-    """Which name goes into which file; tied names share their room where the format lets them."""
-    from huggingface_hub import split_state_dict_into_shards_factory  # noqa: PLC0415 - 30 ms
-
-    stem, suffix = weights_name.rsplit(".", 1)
-    return split_state_dict_into_shards_factory(
-        dict(tensors),
-        get_storage_size=lambda lazy: lazy.shape.numel() * lazy.dtype.itemsize,
-        get_storage_id=lambda lazy: lazy if suffix == "bin" else None,
-        filename_pattern=f"{stem}{{suffix}}.{suffix}",
-        max_shard_size=sys.maxsize if max_shard_size is None else max_shard_size,
-    )
 
 
 def _save(shard: dict[str, torch.Tensor], path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -30,7 +29,7 @@ def _trainer(tmp_path: Path, *names: str) -> Path:
     return _checkpoint(tmp_path, "global_step2", "trainer_state.json", *states, *names)
 
 
-def test_trainers_random_states_get_the_names_that_so_many_ranks_look_for(tmp_path: Path) -> None:
+def test_trainers_random_states_are_renamed_for_the_world_size(tmp_path: Path) -> None:
     root = _trainer(tmp_path)
     for ranks, names in (
         (3, ["rng_state_0.pth", "rng_state_1.pth"]),
@@ -45,7 +44,7 @@ def test_trainers_random_states_get_the_names_that_so_many_ranks_look_for(tmp_pa
         root = out
 
 
-def test_all_but_gathered_weights_and_other_exports_comes_along(tmp_path: Path) -> None:
+def test_all_files_except_gathered_weights_and_exports_are_copied(tmp_path: Path) -> None:
     weights = ("model.safetensors", "model.safetensors.index.json")
     exports = ("export/zexport_manifest.json", "export/model.safetensors", ".cache")
     kept = {"scheduler.pt", "adapter_model.safetensors", "other/adapter.json"}
@@ -58,16 +57,7 @@ def test_all_but_gathered_weights_and_other_exports_comes_along(tmp_path: Path) 
     assert "not copied" in " ".join(report.notes)
 
 
-def test_best_checkpoint_that_trainer_will_load_is_named(tmp_path: Path) -> None:
-    """With load_best_model_at_end, Trainer stops there if it is for other ranks."""
-    root = _trainer(tmp_path)
-    state = {"global_step": 2, "best_model_checkpoint": "out/checkpoint-1"}
-    (root / "trainer_state.json").write_text(json.dumps(state))
-    warnings = zexport.reshard(root, tmp_path / "out", world_size=3).warnings
-    assert any("out/checkpoint-1" in warning for warning in warnings)
-
-
-def test_link_out_of_the_folder_is_not_copied_from(tmp_path: Path) -> None:
+def test_symlink_out_of_the_folder_is_rejected(tmp_path: Path) -> None:
     root = _trainer(tmp_path)
     (tmp_path / "secret").write_text("secret")
     (root / "notes.txt").symlink_to(tmp_path / "secret")
@@ -76,7 +66,7 @@ def test_link_out_of_the_folder_is_not_copied_from(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_accelerates_counts_of_ranks_are_left_out_or_warned_of(ranks: int, tmp_path: Path) -> None:
+def test_accelerates_counts_are_left_out_or_warned_about(ranks: int, tmp_path: Path) -> None:
     """``scheduler.bin`` counted ranks x updates, ``scheduler_1.bin`` updates."""
     states = {"random_states_0.pkl", "random_states_1.pkl"}
     root = _checkpoint(tmp_path, "pytorch_model", *states, "custom_checkpoint_0.pkl")

@@ -1,4 +1,4 @@
-"""A resharded checkpoint has the model of its source, byte for byte, whatever its layout is.
+"""A resharded checkpoint has the model of its source, byte for byte, in every layout.
 
 The damaged and hostile checkpoints in ZEXPORT_CASES are among the sources.
 """
@@ -12,9 +12,14 @@ import pytest
 import torch
 
 from tests.support.real_cases import FIXTURES, facts_of
-from zexport import ReshardOptions, VerifyMode, ZexportError, open_checkpoint, reshard
-from zexport.checkpoint.state import Structure, TrainingState
-from zexport.resharding.settings import models_of
+from zexport import (
+    ReshardOptions,
+    TrainingState,
+    VerifyMode,
+    ZexportError,
+    open_checkpoint,
+    reshard,
+)
 
 _FOLDERS = [FIXTURES, *(Path(one) for one in [os.environ.get("ZEXPORT_CASES")] if one)]
 CASES = {file.parent.name: file.parent for one in _FOLDERS for file in one.glob("*/case.json")}
@@ -34,7 +39,7 @@ REFUSED = {
     ),
     **dict.fromkeys((name for name in CASES if name.startswith(("pp2_z0", "pp2_tp2_z0"))), 4),
 }
-"""What has no state to go on from, and the exit code."""
+"""Exit code of checkpoints without a state to resume."""
 
 QUICK = {
     *("autoep_z0_w2_ep2", "autoep_z2_w2_ep2_frozen", "autoep_z3_w4_ep2_blocks"),
@@ -43,31 +48,21 @@ QUICK = {
     *("uni_z3_w2_bf16_frozen", "z0_w2_bf16_fused", "z1_w2_bf16opt", "z2_w2_bf16_lora"),
     *("z2_w3_bf16_odd", "z3_w2_bf16_sub1000", "z3_w3_bf16_tied", "dmg_z3_pickle_system"),
 }
-"""One of a kind; all others are looked at as well where slow tests are."""
-
-
-def _target(source: TrainingState) -> ReshardOptions:
-    """More ranks, and another stage where the layout can have one."""
-    degree = max(source.parallelism.expert_ranks, default=1)
-    stages = {Structure.PIPELINE: [1], Structure.EXPERTS: [1, 2]}.get(source.structure, [1, 3])
-    grids = [model.grid for model in models_of(source)]
-    stages = [1] if any(one is not None and one.stages > 1 for one in grids) else stages
-    other = next((stage for stage in stages[::-1] if stage != source.stage), 1)
-    ranks = (source.world_size or degree) + degree
-    return ReshardOptions(world_size=ranks, stage=other, drop_client_state=True)
+"""One of each kind; slow tests reshard all others too."""
 
 
 def _resharded(name: str, out: Path) -> tuple[TrainingState, TrainingState]:
-    root = CASES[name] / "ckpt"
-    source = open_checkpoint(root)
-    options = _target(source)
-    reshard(root, out, options, verify=VerifyMode.NONE)
+    """Reshard to more ranks, and to another stage if the layout allows it."""
+    source = open_checkpoint(CASES[name] / "ckpt")
+    degree = max(source.parallelism.expert_ranks, default=1)
+    ranks = (source.world_size or degree) + degree
+    is_pipeline, is_experts = "pp2" in name or "stages" in name, "_ep" in name
+    possible = (1,) if is_pipeline else (2, 1) if is_experts else (3, 1)
+    stage = next((one for one in possible if one != source.stage), 1)
+    options = ReshardOptions(world_size=ranks, stage=stage, drop_client_state=True)
+    reshard(CASES[name] / "ckpt", out, options, verify=VerifyMode.NONE)
     found = open_checkpoint(out)
-    assert (found.problems, found.world_size, found.stage) == (
-        (),
-        options.world_size,
-        options.stage,
-    )
+    assert (found.problems, found.world_size, found.stage) == ((), ranks, stage)
     return source, found
 
 
@@ -75,9 +70,7 @@ def _resharded(name: str, out: Path) -> tuple[TrainingState, TrainingState]:
     "name",
     [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES],
 )
-def test_the_model_of_a_resharded_checkpoint_is_that_of_its_source(
-    name: str, tmp_path: Path
-) -> None:
+def test_resharded_model_equals_its_source(name: str, tmp_path: Path) -> None:
     if name in REFUSED:
         with pytest.raises(ZexportError) as refused:
             _resharded(name, tmp_path / "out")
@@ -85,13 +78,9 @@ def test_the_model_of_a_resharded_checkpoint_is_that_of_its_source(
         return
     source, found = _resharded(name, tmp_path / "out")
     assert facts_of(found) == facts_of(source)
-    _open_as_data(found.location.tag_dir)
-
-
-def _open_as_data(tag_dir: Path) -> None:
-    """Where only weights are let in; optimizer files name DeepSpeed's two loss scalers, too."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 
+    tag_dir = found.location.tag_dir
     for path in tag_dir.glob("*_model_states.pt"):
         assert isinstance(torch.load(path, weights_only=True), dict)
     with torch.serialization.safe_globals([DynamicLossScaler, LossScaler]):

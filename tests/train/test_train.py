@@ -1,4 +1,4 @@
-"""What ``zexport train`` makes, by real runs of two ranks on the CPU."""
+"""``zexport train``: runs of two ranks on the CPU."""
 
 from __future__ import annotations
 
@@ -13,16 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tests.support.train_runs import Run, run, trained
-from zexport import UsageError
-from zexport.model.names import ModelNames
+from zexport.model.hub_names import ModelNames
 from zexport.model.names_client import Learner, NamesClient
-from zexport.train.options import (
-    TrainOptions,
-    resumed,
-    settled,
-)
-from zexport.train.rank_run import ds_config
-from zexport.train.sidecar import describe_source
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
@@ -82,11 +74,11 @@ def full_weights(out: Path, tag: str) -> dict[str, torch.Tensor]:
 @pytest.mark.deepspeed
 @pytest.mark.slow
 class TestARun:
-    def test_learns(self, plain: tuple[Path, Run]) -> None:
+    def test_loss_falls(self, plain: tuple[Path, Run]) -> None:
         losses = [line["loss"] for line in log_of(plain[0])]
         assert losses[0] - losses[-1] > 0.7
 
-    def test_tells_what_it_made(self, plain: tuple[Path, Run]) -> None:
+    def test_result_is_printed_as_json(self, plain: tuple[Path, Run]) -> None:
         out, done = plain
         log = log_of(out)
         assert done.result == {
@@ -103,16 +95,16 @@ class TestARun:
             "save_error": "",
         }
 
-    def test_gathers_the_live_weights(self, plain: tuple[Path, Run]) -> None:
+    def test_gathered_weights_equal_master_weights(self, plain: tuple[Path, Run]) -> None:
         out, _ = plain
         for tag in ("global_step6", "global_step12"):
             gathered = load_file(out / "gathered" / tag / "model.safetensors")
-            masters = full_weights(out, tag)
-            assert gathered.keys() == masters.keys()
+            weights = full_weights(out, tag)
+            assert gathered.keys() == weights.keys()
             for name, weight in gathered.items():
-                assert torch.equal(weight, masters[name].to(torch.bfloat16)), name
+                assert torch.equal(weight, weights[name].to(torch.bfloat16)), name
 
-    def test_describes_what_an_export_will_hold(self, plain: tuple[Path, Run]) -> None:
+    def test_source_description_has_the_exported_tensors(self, plain: tuple[Path, Run]) -> None:
         out, _ = plain
         source = json.loads((out / "zexport_source.json").read_text())
         with safe_open(out / "gathered/global_step12/model.safetensors", "pt") as file:
@@ -129,33 +121,33 @@ class TestARun:
 @pytest.mark.deepspeed
 @pytest.mark.slow
 class TestAResumedRun:
-    def test_has_the_losses_of_an_uninterrupted_one(
+    def test_losses_equal_an_uninterrupted_run(
         self, plain: tuple[Path, Run], continued: tuple[Path, Run]
     ) -> None:
         assert log_of(continued[0]) == log_of(plain[0])
 
-    def test_ends_with_the_same_weights(
+    def test_weights_equal_an_uninterrupted_run(
         self, plain: tuple[Path, Run], continued: tuple[Path, Run]
     ) -> None:
         uninterrupted = full_weights(plain[0], "global_step12")
         for name, weight in full_weights(continued[0], "global_step12").items():
             assert torch.equal(weight, uninterrupted[name]), name
 
-    def test_keeps_the_newest_two(self, continued: tuple[Path, Run]) -> None:
+    def test_keep_2_leaves_the_newest_two(self, continued: tuple[Path, Run]) -> None:
         out, done = continued
         assert done.result["checkpoints"] == ["global_step10", "global_step12"]
         assert (out / "latest").read_text() == "global_step12"
         assert not (out / "global_step6").exists()
 
-    def test_goes_on_after_a_save_that_failed(self, continued: tuple[Path, Run]) -> None:
+    def test_training_continues_after_a_failed_save(self, continued: tuple[Path, Run]) -> None:
         out, done = continued
         notes = [line for line in done.stderr.splitlines() if "not saved" in line]
         assert len(notes) == 1
-        assert notes[0].startswith("global_step8 not saved, training goes on: rank 0: ")
+        assert notes[0].startswith("global_step8 not saved, training continues: rank 0: ")
         assert notes[0].endswith(("File exists", "Not a directory"))
         assert (out / "global_step8").is_file()
 
-    def test_refuses_another_world_before_any_rank_starts(self, plain: tuple[Path, Run]) -> None:
+    def test_another_world_size_is_rejected(self, plain: tuple[Path, Run]) -> None:
         done = run(plain[0], "--resume", "--world-size", 3)
         assert done.status == 2
         assert "--world-size cannot change in a resumed run (found 3, expected 2)" in done.stderr
@@ -163,35 +155,8 @@ class TestAResumedRun:
 
 @pytest.mark.deepspeed
 @pytest.mark.slow
-def test_a_run_goes_on_with_the_text_and_tokenizer_that_it_began_with_alone(tmp_path: Path) -> None:
-    out, data, tokenizer = tmp_path / "run", tmp_path / "text", tmp_path / "tokenizer"
-    shutil.copytree(Path(__file__).parents[2] / "fixtures" / "z3_w2_bf16" / "ckpt", tokenizer)
-    data.write_text("All that glisters is not gold; often have you heard that told. " * 60)
-    given = ("--data", data, "--tokenizer", tokenizer, "--world-size", 1, "--stage", 1)
-    trained(out, *given, "--steps", 1)
-    text, file = data.read_text(), tokenizer / "tokenizer.json"
-    learned, kept = file.read_text(), (out / "tokenizer.json").read_bytes()
-    content = json.loads(learned)
-    vocabulary = content["model"]["vocab"]
-    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
-    for place, changed, what in (
-        (data, text.replace("gold", "lead"), "text"),
-        (file, json.dumps(content), "tokenizer"),
-    ):
-        was = place.read_text()
-        place.write_text(changed)
-        done = run(out, "--resume", "--steps", 2)
-        assert done.status == 2
-        assert f"the {what} is another than the run began with" in done.stderr
-        assert (out / "tokenizer.json").read_bytes() == kept
-        place.write_text(was)
-    assert trained(out, "--resume", "--steps", 2).result["steps"] == 2
-
-
-@pytest.mark.deepspeed
-@pytest.mark.slow
 class TestAnAdapterRun:
-    def test_lays_an_adapter_beside_that_peft_loads(self, adapted: Path) -> None:
+    def test_peft_loads_the_adapter(self, adapted: Path) -> None:
         from peft import PeftModel
         from transformers import AutoModelForCausalLM
 
@@ -204,7 +169,7 @@ class TestAnAdapterRun:
         for name in adapter:
             assert torch.equal(loaded[name], live[name].to(torch.bfloat16).float()), name
 
-    def test_says_what_is_frozen(self, adapted: Path) -> None:
+    def test_source_description_lists_frozen_weights(self, adapted: Path) -> None:
         source = json.loads((adapted / "zexport_source.json").read_text())
         assert source["adapter"] is True
         frozen = set(source["frozen"])
@@ -216,34 +181,16 @@ class TestAnAdapterRun:
 @pytest.mark.deepspeed
 @pytest.mark.slow
 class TestUnderTorchrun:
-    def test_is_a_rank_of_the_launcher(self, under_torchrun: tuple[Path, Run]) -> None:
+    def test_command_is_a_rank_of_the_launcher(self, under_torchrun: tuple[Path, Run]) -> None:
         out, done = under_torchrun
         assert done.result["world_size"] == 2
         assert done.result["stage"] == 1
         assert done.result["checkpoints"] == ["global_step3"]
         assert not (out / "latest").exists()
 
-    def test_cannot_be_resumed_from_gathered_weights(
-        self, under_torchrun: tuple[Path, Run]
-    ) -> None:
-        with pytest.raises(UsageError, match="holds no checkpoint to resume"):
-            resumed(TrainOptions(out=under_torchrun[0], resume=True), ())
-
-
-class TestDeepSpeedConfiguration:
-    def test_of_the_user_is_merged_over_ours(self, tmp_path: Path) -> None:
-        theirs = {"zero_optimization": {"sub_group_size": 1000}, "gradient_clipping": 0.5}
-        config = ds_config(TrainOptions(out=tmp_path, stage=3, ds_config=theirs))
-        assert config["zero_optimization"]["stage"] == 3
-        assert config["zero_optimization"]["sub_group_size"] == 1000
-        assert config["gradient_clipping"] == 0.5
-        assert config["bf16"] == {"enabled": True}
-
-    def test_may_not_contradict_what_was_typed(self, tmp_path: Path) -> None:
-        theirs = {"zero_optimization": {"stage": 1}}
-        options = TrainOptions(out=tmp_path, stage=2, ds_config=theirs)
-        with pytest.raises(UsageError, match=r"contradicts --stage \(found 1, expected 2\)"):
-            settled(options, {"stage"})
+    def test_gathered_weights_cannot_be_resumed(self, under_torchrun: tuple[Path, Run]) -> None:
+        done = run(under_torchrun[0], "--resume")
+        assert (done.status, "no checkpoint to resume" in done.stderr) == (2, True)
 
 
 def test_quiet_run_prints_nothing(tmp_path: Path) -> None:
@@ -254,10 +201,10 @@ def test_quiet_run_prints_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 class TestTheSidecar:
-    def test_has_the_names_that_save_pretrained_writes(self, tmp_path: Path) -> None:
+    def test_names_equal_those_of_save_pretrained(self, tmp_path: Path) -> None:
         from transformers import MixtralConfig, MixtralForCausalLM
 
-        from zexport.train.model import meta_twin
+        from zexport.train.model import describe_source, meta_twin
 
         config = MixtralConfig(
             vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1,

@@ -151,7 +151,7 @@ def test_weights_left_out_at_save_time_are_refused_unless_that_is_asked_for(tmp_
     with pytest.raises(ValueError, match="exclude_frozen_parameters=True"):
         convert_zero_checkpoint_to_fp32_state_dict(root, tmp_path / "out")
     state = eager(root, exclude_frozen_parameters=True)
-    assert state.keys() == {*small_model().masters, *small_model().buffers, "head.weight"}
+    assert state.keys() == {*small_model().trained, *small_model().buffers, "head.weight"}
 
 
 def test_every_level_of_the_folders_is_accepted(zero3: Path) -> None:
@@ -183,9 +183,9 @@ def test_a_model_gets_its_weights_and_a_warning_names_what_does_not_fit(zero3: P
         pytest.warns(UserWarning, match=r"values unknown to the model: .*emb\.weight"),
     ):
         assert load_state_dict_from_zero_checkpoint(net, zero3) is net
-    masters = small_model().masters
+    trained = small_model().trained
     assert facts({n: p for n, p in net.state_dict().items() if n != "extra"}) == facts(
-        {n: masters[n] for n in ("scale", "lin.weight", "lin.bias")}
+        {n: trained[n] for n in ("scale", "lin.weight", "lin.bias")}
     )
 
 
@@ -262,7 +262,7 @@ def test_the_module_is_imported_without_torch() -> None:
         ("pytorch_model.bin.index.json", None, False),
     ],
 )
-def test_older_weights_that_would_be_loaded_instead_are_told_of(
+def test_older_weights_that_from_pretrained_prefers_are_warned_about(
     older: str, size: int | None, is_warned: bool, zero3: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "out").mkdir()
@@ -270,6 +270,6 @@ def test_older_weights_that_would_be_loaded_instead_are_told_of(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         convert_zero_checkpoint_to_fp32_state_dict(zero3, tmp_path / "out", size)
-    told = [str(one.message) for one in caught if "from before" in str(one.message)]
-    assert len(told) == is_warned
-    assert all(older in one and "in place of pytorch_model.bin" in one for one in told)
+    found = [str(one.message) for one in caught if "from_pretrained" in str(one.message)]
+    assert len(found) == is_warned
+    assert all(f"loads {older} instead of pytorch_model.bin" in one for one in found)

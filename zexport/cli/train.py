@@ -1,4 +1,4 @@
-"""``zexport train``: the options of a short sharded training run."""
+"""``zexport train``: make a checkpoint by a short training run."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from zexport.cli.making import quiet_option
-from zexport.cli.options import GivenPath, number_option, together
+from zexport.cli.options import GivenPath, number_option, quiet_option, together
 from zexport.options import dtype_name
 
 _FOLDER = GivenPath(exists=True, file_okay=False, path_type=Path, resolve_path=True)
@@ -38,7 +37,7 @@ _train_options = together(
         "--dtype",
         type=_DType(["fp32", "bf16", "fp16"]),
         default="bf16",
-        help="Element type that the module trains in.",
+        help="Dtype of the module weights.",
     ),
     number_option("--steps", 20, "Step to train up to."),
     click.option(
@@ -46,31 +45,31 @@ _train_options = together(
         type=click.FloatRange(min=0, min_open=True),
         metavar="X",
         default=3e-3,
-        help="Learning rate, after four steps.",
+        help="Learning rate after four warm-up steps.",
     ),
-    number_option("--batch-size", 4, "Sequences a rank takes in a step."),
-    number_option("--seq-len", 64, "Tokens in a sequence.", least=2),
-    number_option("--seed", 0, "Seed of the weights and of the order of the data.", least=0),
-    click.option("--lora", is_flag=True, help="Train a LoRA adapter, the model frozen."),
+    number_option("--batch-size", 4, "Sequences per rank and step."),
+    number_option("--seq-len", 64, "Tokens per sequence.", least=2),
+    number_option("--seed", 0, "Seed of weights and data order.", least=0),
+    click.option("--lora", is_flag=True, help="Train a LoRA adapter on the frozen model."),
     click.option(
         "--freeze",
         multiple=True,
         metavar="REGEX",
-        help="Freeze the parameters whose name matches (repeatable).",
+        help="Freeze parameters whose name matches. Repeatable.",
     ),
     click.option(
         "--ds-config",
         type=_FILE,
-        help="DeepSpeed configuration; what it says comes before zexport's own.",
+        help="DeepSpeed config, merged over zexport's own.",
     ),
-    number_option("--timeout", 600, "Seconds a rank may be waited for."),
+    number_option("--timeout", 600, "Seconds to wait for a rank."),
     click.option(
         "--save",
         type=click.Choice(["partitioned", "gathered", "both"], case_sensitive=False),
         default="partitioned",
-        help="Every rank's part (to resume), the whole 16-bit model from rank 0, or both.",
+        help="Rank files (to resume), gathered 16-bit weights, or both.",
     ),
-    number_option("--save-every", 0, "Save every N steps (0: at the end only).", least=0),
+    number_option("--save-every", 0, "Save every N steps (0: only at the end).", least=0),
     number_option("--keep", 0, "Keep the newest N checkpoints (0: all).", least=0),
     click.option("--resume", is_flag=True, help="Continue from the folder's latest checkpoint."),
 )
@@ -91,13 +90,13 @@ def train(
 ) -> None:
     """Make a checkpoint in OUT by a short sharded training run with DeepSpeed.
 
-    Started by itself it launches --world-size ranks; under torchrun or the deepspeed launcher it is
-    one of theirs. Uses the GPUs where there is one for every rank, and the CPU otherwise.
+    Starts --world-size ranks, or is one rank under torchrun or the deepspeed launcher. Uses GPUs if
+    every rank has one, else the CPU.
 
     Example: zexport train run --world-size 2 --stage 3 --steps 60
     """
     from zexport.train.launch import train as run_training
-    from zexport.train.options import TrainOptions, read_ds_config, resumed, without_effect
+    from zexport.train.options import TrainOptions, read_ds_config, resume_options
 
     overrides = read_ds_config(ds_config) if ds_config else {}
     options = TrainOptions(ds_config=overrides, **values)
@@ -105,9 +104,7 @@ def train(
     explicit = {name for name in values if context.get_parameter_source(name) not in default}
     explicit |= {"ds_config"} if ds_config else set()
     if options.resume:
-        options = resumed(options, explicit)
-    for told in without_effect(options, explicit):
-        click.echo(f"Warning: {told}.", err=True)
+        options = resume_options(options, explicit)
 
     def progress(line: str) -> None:
         if not quiet:

@@ -1,1 +1,1 @@
-"""ZeRO files for another world size or stage: the whole state of a training, cut anew."""
+"""Write a TrainingState for another world size or stage."""

@@ -1,71 +1,94 @@
-"""The plan of a resharding: the source of every output byte."""
+"""From a training state and a target to an ExportPlan; optimizer states files without states."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from zexport.checkpoint.boxes import state_replicas
-from zexport.checkpoint.resolve import Framework
-from zexport.checkpoint.state import TrainingState, raise_problems
-from zexport.errors import UnsafeError, UnsupportedError, UsageError, layout_of
+from zexport.checkpoint.resolve import original_name
+from zexport.checkpoint.state import Recorded, Structure, TrainingState, raise_problems
+from zexport.checkpoint.zero.records import PRUNED, OptimizerStates
+from zexport.errors import UnsafeError, UnsupportedError, layout_of
 from zexport.export.decide import CheckpointRecord, recorded_warnings
 from zexport.export.manifest import Manifest
-from zexport.export.plan import ExportPlan, FilePlan, Form, Origin, SideFile, SourceFile
+from zexport.export.plan import (
+    ExportPlan,
+    FilePlan,
+    Form,
+    Origin,
+    SideFile,
+    SourceFile,
+    plan_torch_file,
+    share_memory,
+)
 from zexport.export.proof import Accounting, account
-from zexport.export.summary import share_memory
-from zexport.options import CheckMode, ReshardOptions, ResumeFormat
+from zexport.formats.pickle_values import TensorRef
+from zexport.formats.pickle_view import view
+from zexport.options import CheckMode, ReshardOptions
 from zexport.ranges.compare import CastReplica, Replica
 from zexport.ranges.dtypes import DType
 from zexport.ranges.source import ByteSource, paths_of
-from zexport.resharding.changes import batch_of, describe_batch_change, describe_config_changes
-from zexport.resharding.folders import Beside, Ranks, beside
-from zexport.resharding.loaders import HOW_TO_LOAD, check_loadable, lost_in_loading
-from zexport.resharding.model_files import differing_keys, keeps_own
-from zexport.resharding.native_files import native_files
+from zexport.resharding.folder import plan_framework_files
+from zexport.resharding.rank_files import plan_rank_files
 from zexport.resharding.resumable import resumable
-from zexport.resharding.settings import (
+from zexport.resharding.target import (
+    Config,
     Settings,
+    Target,
     TargetSettings,
     UniversalSettings,
+    decide_target,
     models_of,
-    settle,
-    settle_universal,
     source_config,
 )
-from zexport.resharding.universal_files import universal_files, whole_of
-from zexport.resharding.values import records_of, unwritable
-from zexport.storage.contents import read_json_object
+from zexport.resharding.universal_files import plan_universal_files, whole_of
+from zexport.resharding.values import records_of, unwritable, with_leaves
+from zexport.resharding.warnings import (
+    check_loadable,
+    describe_batch_change,
+    describe_losses,
+)
 from zexport.storage.json import values_of
 from zexport.storage.location import place
-from zexport.text import some
 
 _BY_ORDER = (
     "optimizer states are numbered, and matched to weights in the model's order. If the optimizer "
     "was given another order, resume with ZeRO stage 1, save, and reshard that"
 )
+_HOW_TO_LOAD = (
+    'to load it, set {"checkpoint": {"load_universal": true}} in the DeepSpeed config; remove that '
+    "to resume from rank files, which the run saves from then on"
+)
+DELETE_BY_HAND = (
+    "To free the disk, verify a complete fp32 export with zexport verify OUT --against CKPT, and "
+    "remove the checkpoint yourself"
+)
+_ZERO = "optimizer_state_dict"
+_NESTING_MAX = 6
+"""No known optimizer nests states of a parameter deeper."""
 
 
 class ReshardProvenance(Struct, frozen=True):
-    """What a resharding was made of.
+    """The source and settings of a resharding, as the manifest records them.
 
     Attributes:
         checkpoint: the checkpoint that was resharded.
-        settings: what the layout of rank files was decided by; null for a universal checkpoint.
-        universal: what the form of a universal checkpoint was decided by; null for rank files.
-        ds_config: the configuration that was given for it with ``--ds-config``; null without.
-        dropped: keys of the client's state that were left out.
-        accounting: where every element of the flat partitions went.
-        warnings: those of planning, without the checkpoint's own; left out if there are none.
+        settings: layout of the rank files; null for a universal checkpoint.
+        universal: form of the universal checkpoint; null for rank files.
+        ds_config: content of ``--ds-config``; null without.
+        dropped: keys of client state that were left out.
+        accounting: coverage of every element of the flat partitions.
+        warnings: those of planning, without the checkpoint's own; left out if empty.
     """
 
     checkpoint: CheckpointRecord
     settings: TargetSettings | None
     universal: UniversalSettings | None
-    ds_config: Mapping[str, object] | None
+    ds_config: Config | None
     dropped: tuple[str, ...]
     accounting: Accounting
     warnings: tuple[str, ...] | UnsetType = UNSET
@@ -75,18 +98,14 @@ def plan_reshard(
     checkpoint: TrainingState,
     out_dir: Path | str,
     options: ReshardOptions,
-    decided: tuple[Settings, Mapping[str, object] | None] | None = None,
+    target: Target | None = None,
 ) -> ExportPlan:
-    """Plan a resharding; nothing is written.
+    """Return the plan of a resharding; nothing is written.
 
-    ``decided``, recorded settings and DeepSpeed config, replaces what options say.
+    A recorded ``target`` replaces what the options say.
     """
-    given: Mapping[str, object] | None
-    if decided is None:
-        settings, told = _settled(checkpoint, options)
-        given = values_of(read_json_object(options.ds_config)) if options.ds_config else None
-    else:
-        (settings, given), told = decided, ()
+    target = target or decide_target(checkpoint, options)
+    settings, given, warnings = target.settings, target.given, [*target.warnings]
     findings = raise_problems(checkpoint, options.allow)
     checkpoint = resumable(checkpoint)
     if not checkpoint.cells:
@@ -97,11 +116,24 @@ def plan_reshard(
             hint="Load it with the framework that saved it, which reshards on loading",
         )
     dropped = _dropped(checkpoint, options)
-    files = _planned(checkpoint, settings, dropped)
+    files = _files(checkpoint, settings, dropped)
     jobs, chunk_nbytes = share_memory(options, files)
-    around = _around(checkpoint, settings, given)
-    warned = (*told, *_lost(checkpoint, settings, dropped), *around.warnings)
-    wholes = (checkpoint.whole,) if isinstance(settings, UniversalSettings) else ()
+
+    location, notes = checkpoint.location, list[str]()
+    source, ranks = source_config(checkpoint), _ranks_before(checkpoint)
+    around = plan_framework_files(checkpoint, ranks, settings, given)
+    warnings += [*describe_losses(checkpoint, settings, dropped), *around.warnings]
+    if checkpoint.stage == 0 and checkpoint.module_dtype is DType.F32:
+        notes.append(_BY_ORDER)
+    if isinstance(settings, TargetSettings):
+        latest, wholes = "latest", []
+        more = describe_batch_change(source, ranks, given, settings.world_size)
+        warnings += more[0]
+        notes += more[1]
+    else:
+        latest, wholes = "latest_universal", [checkpoint.whole]
+        notes.append(_HOW_TO_LOAD)
+
     replicas = (*checkpoint.replicas, *state_replicas((*checkpoint.cells, *wholes)))
     provenance = ReshardProvenance(
         checkpoint=CheckpointRecord.of(checkpoint),
@@ -110,68 +142,55 @@ def plan_reshard(
         ds_config=given,
         dropped=dropped,
         accounting=account(checkpoint, checkpoint.tensors),
-        warnings=recorded_warnings(warned),
+        warnings=recorded_warnings(warnings),
     )
     return ExportPlan(
         out_dir=place(out_dir),
         origin=Origin.of(checkpoint),
         form=Form((), "checkpoint", weights_only=False),
         shards=files,
-        side_files=around.files,
+        side_files=(*around.files, SideFile(latest, location.tag.encode())),
         sources=_sources(checkpoint, replicas, files),
         replicas=replicas,
         check=options.check,
         allow=options.allow,
         findings=findings,
         provenance=values_of(provenance),
-        warnings=(*checkpoint.newer, *checkpoint.warnings, *warned),
-        notes=(*checkpoint.notes, *around.notes),
+        warnings=(*checkpoint.newer, *checkpoint.warnings, *warnings),
+        notes=(*checkpoint.notes, *around.notes, *notes),
         overwrite=options.overwrite,
         jobs=jobs,
         chunk_nbytes=chunk_nbytes,
     )
 
 
-def _settled(
-    checkpoint: TrainingState, options: ReshardOptions
-) -> tuple[Settings, tuple[str, ...]]:
-    if options.format is ResumeFormat.UNIVERSAL:
-        return settle_universal(checkpoint, options)
-    if options.for_deepspeed is not None:
-        raise UsageError(
-            "--for-deepspeed is only for universal checkpoints; every version loads rank files",
-            hint="Leave it out, or add --format universal",
-        )
-    return settle(checkpoint, options)
-
-
-def _planned(
+def _files(
     checkpoint: TrainingState, settings: Settings, dropped: Collection[str]
 ) -> tuple[FilePlan, ...]:
-    """Return all files; name the key of what cannot be written safely besides client state.
+    """Return all files of the tag folder.
 
-    This may be a module's extra state, or the state of a user's own scheduler.
+    An unsafe value outside client state, such as a module's extra state, is reported by its key.
     """
     tag = checkpoint.location.tag
     try:
         with layout_of(checkpoint.location.tag_dir):
             if isinstance(settings, TargetSettings):
-                return tuple(native_files(checkpoint, settings, tag, dropped))
+                return tuple(plan_rank_files(checkpoint, settings, tag, dropped))
             whole = whole_of(checkpoint)
             check_loadable(checkpoint.cells, settings)
-            return tuple(universal_files(checkpoint, whole, settings, tag, dropped))
+            return tuple(plan_universal_files(checkpoint, whole, settings, tag, dropped))
     except UnsafeError as error:
         if error.path is not None:
             raise
-        said = [one for cell in checkpoint.cells for one in records_of(cell)]
-        refused = [(one.file.path, key) for one in said for key in unwritable(one, one.values)]
+        records = [one for cell in checkpoint.cells for one in records_of(cell)]
+        refused = [(one.file.path, key) for one in records for key in unwritable(one, one.values)]
         path, key = next((one for one in refused if one[1] not in dropped), (None, "a file"))
         raise UnsafeError(
             f"{error.problem}, in {key!r}",
             path=path,
             found=error.found,
             expected=error.expected,
-            hint="Resume with as many ranks, or from an export's weights, with a new optimizer",
+            hint="Resume with as many ranks, or from an export's weights with a new optimizer",
         ) from error
 
 
@@ -196,63 +215,29 @@ def plan_again(
         check=check,
     )
     given = msgspec.convert(manifest.provenance.get("ds_config"), dict[str, object] | None)
-    return plan_reshard(checkpoint, out_dir, options, (settings, given))
-
-
-def _around(
-    checkpoint: TrainingState, settings: Settings, given: Mapping[str, object] | None
-) -> Beside:
-    """Return the other files of the folder, with warnings and notes on what changes for the run."""
-    location, before = checkpoint.location, _ranks_before(checkpoint)
-    models = (checkpoint.ranks or before) // before
-    config, typed = source_config(checkpoint), given
-    warnings, notes = list[str](), list[str]()
-    if checkpoint.stage == 0 and checkpoint.module_dtype is DType.F32:
-        notes.append(_BY_ORDER)
-    if given is not None:
-        is_complete = location.framework is Framework.DEEPSPEED
-        warnings += describe_config_changes(given, config, is_complete=is_complete)
-    if isinstance(settings, UniversalSettings):
-        ranks, stage, latest = Ranks(before * models, None), None, "latest_universal"
-        notes.append(HOW_TO_LOAD)
-    else:
-        ranks = Ranks(before * models, settings.world_size * models)
-        stage, latest = settings.stage, "latest"
-        typed = None if given is None else settings.typed(given, config)
-        source = batch_of(config, before)
-        for warns, text in describe_batch_change(source, settings.world_size, given):
-            (warnings if warns else notes).append(text)
-    steps = checkpoint.global_steps
-    taken = None if steps is None else steps - checkpoint.skipped_steps
-    found = beside(location, ranks, stage, taken, typed)
-    return Beside(
-        files=(*found.files, SideFile(latest, location.tag.encode())),
-        warnings=(*found.warnings, *warnings),
-        notes=(*found.notes, *notes),
-    )
+    return plan_reshard(checkpoint, out_dir, options, Target(settings, given))
 
 
 def _ranks_before(checkpoint: TrainingState) -> int:
-    """Return the data-parallel ranks that trained; a universal checkpoint has no files of them."""
+    """Return the data-parallel world size; a universal checkpoint records it in its model files."""
     if checkpoint.world_size is not None:
         return checkpoint.world_size
-    models = models_of(checkpoint)
-    return next((one.dp_world_size for one in models if one.dp_world_size), 1)
+    return next((one.dp_world_size for one in models_of(checkpoint) if one.dp_world_size), 1)
 
 
 def _dropped(checkpoint: TrainingState, options: ReshardOptions) -> tuple[str, ...]:
     """Return the keys of client state that cannot be written, if they may be left out."""
-    files = [said for cell in checkpoint.cells for said in records_of(cell)]
-    files += [own.client for cell in checkpoint.cells for own in cell.own]
-    found = {key: (said, error) for said in files for key, error in unwritable(said).items()}
+    records = [one for cell in checkpoint.cells for one in records_of(cell)]
+    records += [own.client for cell in checkpoint.cells for own in cell.own]
+    found = {key: (one, error) for one in records for key, error in unwritable(one).items()}
     if found and not options.drop_client_state:
-        key, (said, error) = next(iter(found.items()))
+        key, (record, error) = next(iter(found.items()))
         raise UnsafeError(
-            f"holds client state {key!r} that is made by code, and is not written again",
-            path=said.file.path,
+            f"client state {key!r} is an object that needs code to load, and is not written",
+            path=record.file.path,
             found=error.found,
             expected=error.expected,
-            hint="Leave such out with --drop-client-state",
+            hint="Leave it out with --drop-client-state",
         ) from error
     return tuple(found)
 
@@ -270,15 +255,64 @@ def _sources(
     return tuple(SourceFile.of(file) for path, file in known.items() if path in read)
 
 
-def _lost(checkpoint: TrainingState, settings: Settings, dropped: tuple[str, ...]) -> Iterator[str]:
-    """Yield warnings about what the target does not have, or DeepSpeed does not load."""
-    if dropped:
-        yield f"left out, as it cannot be written safely: client state {', '.join(dropped)}"
-    cells = (cell for cell in checkpoint.cells if not keeps_own(cell, settings))
-    if differing := dict.fromkeys(str(key) for cell in cells for key in differing_keys(cell)):
-        yield (
-            f"client state and buffers differ between ranks ({some([*differing], 8)}): every rank "
-            "gets those of rank 0, except for ZeRO-3 with as many ranks as before"
+class StrippedFile(Struct, frozen=True):
+    """An optimizer states file without states, its old size, and keys that cannot be written."""
+
+    file: FilePlan
+    nbytes_before: int
+    left_out: tuple[str, ...]
+
+
+def strip_optimizer_states(checkpoint: TrainingState) -> tuple[StrippedFile, ...]:
+    """Return every optimizer states file without states, except those that zexport has stripped.
+
+    The files suffice to export. The checkpoint must have no problems.
+
+    Raises:
+        UnsupportedError: optimizer states are in other files.
+        UnsafeError: needed values cannot be written safely.
+    """
+    states = [one for cell in checkpoint.zero.values() for one in cell.optimizer.values()]
+    if not states or checkpoint.structure is Structure.UNIVERSAL:
+        raise UnsupportedError(
+            "optimizer states are not in files of their own and cannot be removed",
+            path=checkpoint.location.tag_dir,
+            found=checkpoint.layout,
+            expected="optimizer states files of ranks (*_optim_states.pt)",
+            hint=DELETE_BY_HAND,
         )
-    if isinstance(settings, UniversalSettings):
-        yield from lost_in_loading(checkpoint, settings)
+    tag = original_name(checkpoint.location.tag)
+    return tuple(_stripped(one, tag) for one in states if not one.is_pruned)
+
+
+def _stripped(states: OptimizerStates, tag: str) -> StrippedFile:
+    file = states.file
+    top = view(file, "optimizer states")
+    zero = top.need(_ZERO)
+    key = "optimizer_state_dict" if zero.has("fp32_flat_groups") else "base_optimizer_state"
+    inner = {PRUNED if k == key else k: v for k, v in zero.mapping().items()}
+    inner[PRUNED] = _without_tensors(inner.get(PRUNED))
+    kept, left_out = _writable(Recorded(file, inner))
+    rest, more = _writable(Recorded(file, {k: v for k, v in top.mapping().items() if k != _ZERO}))
+    value = with_leaves({_ZERO: kept, **rest}, file)
+    content = plan_torch_file(f"{tag}/{file.path.name}", value)
+    return StrippedFile(content, file.version.nbytes, (*left_out, *more))
+
+
+def _writable(recorded: Recorded) -> tuple[dict[object, object], tuple[str, ...]]:
+    """Return what can be written safely, and the keys of the rest, which no export needs."""
+    left_out = unwritable(recorded, [key for key in recorded.values if isinstance(key, str)])
+    kept = {key: one for key, one in recorded.values.items() if key not in left_out}
+    return kept, tuple(left_out)
+
+
+def _without_tensors(value: object, depth: int = 0) -> object:
+    """Return an optimizer's dictionary with settings and steps, and no other tensors."""
+    if depth > _NESTING_MAX or not isinstance(value, dict | list):
+        return value
+    kept = {
+        key: _without_tensors(one, depth + 1)
+        for key, one in (value.items() if isinstance(value, dict) else enumerate(value))
+        if not (isinstance(one, TensorRef) and one.shape)
+    }
+    return kept if isinstance(value, dict) else [*kept.values()]

@@ -10,6 +10,7 @@ from typing import Any
 from msgspec.structs import astuple, replace
 
 from zexport.checkpoint.state import (
+    MASTER,
     Cell,
     Copy,
     Group,
@@ -33,7 +34,6 @@ from zexport.checkpoint.zero.records import Kept, ModelStates, OptimizerStates, 
 from zexport.checkpoint.zero.stage0 import ROUNDED, numbered_groups, optimizer_of
 from zexport.errors import IncompleteCheckpointError, UnsupportedError
 from zexport.formats.pickle_values import (
-    ForeignStorage,
     Opaque,
     Ordered,
     Size,
@@ -94,8 +94,8 @@ def _resumable(cell: Cell, ranks: Ranks) -> Cell:
             expected="param_shapes",
             hint="Resume with ZeRO stage 1, save, and reshard that checkpoint",
         )
-    held = (own for one in cell.parameters.values() for own in one.held if isinstance(own, InFlat))
-    flats = {own.group.number: own.group for own in held}
+    masters = (one.stored.get(MASTER) for one in cell.parameters.values())
+    flats = {one.group.number: one.group for one in masters if isinstance(one, InFlat)}
     if (first := ranks.first_optimizer) is None:
         raise no_optimizer(ranks.folder, ranks.index)
     _check_groups(ranks, flats)
@@ -104,7 +104,7 @@ def _resumable(cell: Cell, ranks: Ranks) -> Cell:
     for group in flats.values():
         for name, stored in group.whole_states(MOMENTUM).items():
             shape = group.shapes[name]
-            kept = [Parameter(name, shape, Role.TRAINABLE, (one,)) for one in stored]
+            kept = [Parameter(name, shape, Role.TRAINABLE, {MOMENTUM: one}) for one in stored]
             copies += [Copy(kept[0], other) for other in kept[1:]]
     found, own = _differing(ranks), []
     for rank in range(len(ranks.owners)) if any(found) else ():
@@ -164,7 +164,7 @@ def _content(file: TorchFile, value: object) -> list[object]:
     """Return what equal values of two files have in common, with the CRC-32 of storages."""
     found, waiting, seen = list[object](), [value], set[int]()
     for one in waiting:  # grows; a value may contain itself
-        if isinstance(one, StorageRef | ForeignStorage):
+        if isinstance(one, StorageRef):
             found.append((one.nbytes, file.checksum(one)))
         elif type(one) not in _PARTS:
             found.append(one)

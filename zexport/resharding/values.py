@@ -1,9 +1,12 @@
-"""Values of a source's files for a target's: client state, loss scaler, slots of parameters."""
+"""Values of the source's files, ready to be written again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator
+from math import prod
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from zexport.checkpoint.state import (
     MASTER,
@@ -12,17 +15,17 @@ from zexport.checkpoint.state import (
     FileKind,
     Parameter,
     Recorded,
+    Role,
     TrainingState,
 )
 from zexport.checkpoint.zero.file_names import parse_name
-from zexport.checkpoint.zero.records import ModelStates
+from zexport.checkpoint.zero.module_names import is_placeholder
+from zexport.checkpoint.zero.records import ZERO3, ModelStates
 from zexport.errors import UnsafeError
 from zexport.export.plan import FilePlan, plan_torch_file
-from zexport.formats.pickle_globals import FRAGMENT
 from zexport.formats.pickle_values import (
-    FragmentAddress,
+    NEWOBJ,
     Global,
-    Made,
     Opaque,
     Ordered,
     TensorLeaf,
@@ -36,18 +39,6 @@ from zexport.ranges.source import ByteSource
 
 _DEPTH_MAX = 100
 _LOSS_SCALERS = "deepspeed.runtime.fp16.loss_scaler"
-_SCALER_FIELDS = {
-    "LossScaler": frozenset({"cur_scale", "dynamic"}),
-    "DynamicLossScaler": frozenset(
-        {
-            *("cur_scale", "dynamic", "cur_iter", "last_overflow_iter", "scale_factor"),
-            *("scale_window", "min_scale", "delayed_shift", "cur_hysteresis"),
-            *("consecutive_hysteresis", "raise_error_at_min_scale", "dtype"),
-        }
-    ),
-}
-"""Fields of DeepSpeed's two classes (0.10 to 0.19, ``runtime/fp16/loss_scaler.py``)."""
-
 _NUMBERS = (bool, int, float, type(None))
 
 _OWN_KEYS = frozenset(
@@ -63,113 +54,98 @@ _OWN_KEYS = frozenset(
 
 
 def with_leaves(value: object, file: TorchFile) -> object:
-    """Return a value of ``file`` for writing elsewhere, with its tensors as leaves.
+    """Return a copy of a value of ``file`` for another file, with tensors as leaves.
 
-    Equal tensors share their storage and stay one.
+    Shared objects stay shared, and equal tensors become one.
     """
-    return _Copy(file).of(value, 0)
+    leaves: dict[TensorRef, TensorLeaf] = {}
+    copies: dict[int, object] = {}
 
-
-def written(said: Recorded | None, without: Collection[object] = ()) -> dict[object, object]:
-    """Return what is recorded, without some keys, for writing elsewhere."""
-    if said is None:
-        return {}
-    kept = (item for item in said.values.items() if item[0] not in without)
-    return {key: with_leaves(one, said.file) for key, one in kept}
-
-
-class _Copy:
-    """A copy of a value in which shared objects stay shared."""
-
-    def __init__(self, file: TorchFile) -> None:
-        self._file = file
-        self._leaves: dict[TensorRef, TensorLeaf] = {}
-        self._made: dict[int, object] = {}
-
-    def of(self, value: object, depth: int) -> object:
+    def copied(value: object, depth: int = 0) -> object:
         if isinstance(value, TensorRef):
-            return self._leaf(value)
-        copy = _COPIES.get(type(value))
-        if copy is None:
+            if value not in leaves:
+                source = file.source(value)
+                leaves[value] = TensorLeaf(value.shape, value.dtype, source, value.dtype)
+            return leaves[value]
+        if type(value) not in (dict, Ordered, list, tuple, Opaque):
             return value
         if depth > _DEPTH_MAX:
             raise UnsafeError(
-                f"holds a value that is nested more than {_DEPTH_MAX} deep",
-                path=self._file.path,
+                f"a value is nested more than {_DEPTH_MAX} deep",
+                path=file.path,
                 hint="Leave out client state with --drop-client-state",
             )
-        if id(value) not in self._made:
-            self._made[id(value)] = copy(value, lambda part: self.of(part, depth + 1))
-        return self._made[id(value)]
+        if id(value) not in copies:
+            copies[id(value)] = _rebuilt(value, lambda part: copied(part, depth + 1))
+        return copies[id(value)]
 
-    def _leaf(self, tensor: TensorRef) -> TensorLeaf:
-        if tensor not in self._leaves:
-            source = self._file.source(tensor)
-            self._leaves[tensor] = TensorLeaf(tensor.shape, tensor.dtype, source, tensor.dtype)
-        return self._leaves[tensor]
+    return copied(value)
 
 
-_Part = Callable[[object], object]
+def _rebuilt(value: object, copied: Callable[[object], object]) -> object:
+    match value:
+        case Ordered():
+            copy = Ordered((key, copied(one)) for key, one in value.items())
+            if value.attributes is not None:
+                copy.attributes = copied(value.attributes)
+            return copy
+        case dict():
+            return {key: copied(one) for key, one in value.items()}
+        case list():
+            return [copied(one) for one in value]
+        case tuple():
+            return tuple(copied(one) for one in value)
+        case Opaque():
+            return replace(
+                value,
+                args=tuple(map(copied, value.args)),
+                state=copied(value.state),
+                items=[*map(copied, value.items)],
+                pairs=[(copied(key), copied(one)) for key, one in value.pairs],
+            )
+    return value
 
 
-def _copy_ordered(value: Ordered, of: _Part) -> object:
-    copy = Ordered((key, of(one)) for key, one in value.items())
-    if value.attributes is not None:
-        copy.attributes = of(value.attributes)
-    return copy
+def written(recorded: Recorded | None, without: Collection[object] = ()) -> dict[object, object]:
+    """Return recorded values, without some keys, for another file."""
+    if recorded is None:
+        return {}
+    kept = (item for item in recorded.values.items() if item[0] not in without)
+    return {key: with_leaves(one, recorded.file) for key, one in kept}
 
 
-def _copy_opaque(value: Opaque, of: _Part) -> object:
-    return replace(
-        value,
-        args=tuple(map(of, value.args)),
-        state=of(value.state),
-        items=[*map(of, value.items)],
-        pairs=[(of(key), of(one)) for key, one in value.pairs],
-    )
-
-
-_COPIES: Mapping[type, Callable[..., object]] = {
-    FragmentAddress: lambda value, _: Opaque(
-        FRAGMENT, (), {"numel": value.numel, "start": value.start}, made=Made.BY_NEW
-    ),
-    dict: lambda value, of: {key: of(one) for key, one in value.items()},
-    Ordered: _copy_ordered,
-    list: lambda value, of: [*map(of, value)],
-    tuple: lambda value, of: tuple(map(of, value)),
-    Opaque: _copy_opaque,
-}
-
-
-def unwritable(said: Recorded, keys: Iterable[str] | None = None) -> dict[str, UnsafeError]:
+def unwritable(recorded: Recorded, keys: Iterable[str] | None = None) -> dict[str, UnsafeError]:
     """Return why keys of a file (default: its client state) cannot be written safely."""
     found = {}
     if keys is None:
-        keys = (key for key in said.values if isinstance(key, str) and key not in _OWN_KEYS)
+        keys = (key for key in recorded.values if isinstance(key, str) and key not in _OWN_KEYS)
     for key in keys:
         try:
-            lay_out({key: with_leaves(said.values[key], said.file)}, "client")
+            lay_out({key: with_leaves(recorded.values[key], recorded.file)}, "client")
         except UnsafeError as error:
             found[key] = error
     return found
 
 
-def loss_scaler(said: Recorded) -> Opaque | None:
+def loss_scaler(recorded: Recorded) -> Opaque | None:
     """Return the recorded loss scaler, rebuilt from its numbers."""
-    value = said.values.get("loss_scaler")
+    value = recorded.values.get("loss_scaler")
     if value is None:
         return None
     callee, state = (value.callee, value.state) if isinstance(value, Opaque) else (None, None)
-    if isinstance(callee, Global) and callee.module == _LOSS_SCALERS and isinstance(state, dict):
-        fields = _SCALER_FIELDS.get(callee.name)
-        if fields and state.keys() <= fields and all(map(_is_plain, state.values())):
-            return Opaque(callee, (), dict(state), made=Made.BY_NEW)
+    is_known = callee in (_scaler("LossScaler"), _scaler("DynamicLossScaler"))
+    if is_known and isinstance(state, dict) and all(map(_is_plain, state.values())):
+        return Opaque(callee, (), dict(state), opcode=NEWOBJ)
     raise UnsafeError(
-        "the loss scaler is none of DeepSpeed's two, or has other fields than numbers",
-        path=said.file.path,
+        "loss_scaler is not one of DeepSpeed's two loss scalers with plain numbers",
+        path=recorded.file.path,
         found=callee,
-        hint="Do not load this file with torch.load; ask who made it",
+        hint="Do not load this file with torch.load; ask who wrote it",
     )
+
+
+def _scaler(name: str) -> Global:
+    return Global(_LOSS_SCALERS, name)
 
 
 def _is_plain(value: object) -> bool:
@@ -177,13 +153,13 @@ def _is_plain(value: object) -> bool:
 
 
 def static_loss_scaler() -> Opaque:
-    """Return a scaler that does not scale, for ZeRO-3, which needs one."""
+    """Return a loss scaler that does not scale; ZeRO-3 requires one."""
     state: dict[str, object] = {"cur_scale": 1.0, "dynamic": False}
-    return Opaque(Global(_LOSS_SCALERS, "LossScaler"), (), state, made=Made.BY_NEW)
+    return Opaque(_scaler("LossScaler"), (), state, opcode=NEWOBJ)
 
 
 def slots_of(one: Parameter) -> dict[str, DType]:
-    """Return the dtypes of its master weights and optimizer states.
+    """Return the dtypes of master weights and optimizer states.
 
     Weights that are trained in fp32 without ZeRO are their own master weights.
     """
@@ -196,21 +172,65 @@ def source_of(one: Parameter, slot: str) -> ByteSource:
     return one.source(None if slot == MASTER else slot)
 
 
+class ModuleEntry(Struct, frozen=True):
+    """An entry of the module's state dict; ``ref`` is empty if ``is_placeholder``.
+
+    ``owner`` names its parameter (tied names have the same one). ZeRO-3 partitions it if
+    ``is_parameter``.
+    """
+
+    owner: str
+    ref: TensorRef
+    is_placeholder: bool
+    is_parameter: bool
+
+
+def module_entries(cell: Cell) -> dict[str, ModuleEntry]:
+    """Return the entries of the module's state dict by the name in the file.
+
+    ZeRO-2 and 3 list frozen parameters. With ZeRO-0 and 1, an unlisted tensor is a parameter if it
+    has a usual name, or the dtype that DeepSpeed casts parameters to; others are what modules add
+    to the state dict.
+    """
+    if (model := cell.states) is None:
+        return {}
+    stage = model.zero_config.get("stage")
+    is_listed, cast = stage in (2, ZERO3), model.cast_dtype
+    listed = {*model.trained, *(name for group in cell.groups for name in group.names)}
+    listed |= {*((model.frozen_shapes or ()) if is_listed else ())}
+
+    def is_parameter(name: str) -> bool:
+        one = cell.parameters.get(name)
+        if one is None or one.role is Role.BUFFER:
+            return False
+        is_usual = name.rpartition(".")[2] in ("weight", "bias") or one.dtype is cast
+        return not prod(one.shape) or name in listed or (is_usual and not is_listed)
+
+    stored = model.root.get("module").table()
+    names = [name for name, ref in stored.items() if isinstance(ref, TensorRef)]
+    entries = {}
+    for name, (own, ref) in zip(names, model.module.items(), strict=True):
+        owner, is_elsewhere = cell.aliases.get(own, own), stage == ZERO3 and is_placeholder(ref)
+        is_own = is_elsewhere if stage == ZERO3 else is_parameter(owner)
+        entries[name] = ModuleEntry(owner, ref, is_elsewhere, is_own)
+    return entries
+
+
 def records_of(cell: Cell) -> tuple[Recorded, Recorded]:
-    """Return all that rank 0's model states and optimizer states record."""
+    """Return all that rank 0's model states and optimizer states files record."""
     optimizer = cell.optimizer
     if cell.states is not None and optimizer is None and cell.groups:
-        optimizer = _recorded_optimizer(cell.states, cell.groups[0].scalars.file)
+        optimizer = _optimizer_without_zero(cell.states, cell.groups[0].scalars.file)
     if cell.states is None or optimizer is None:
         # Splitting a state raises if ranks have neither: a bug, never the input's fault.
         raise AssertionError(f"cell {cell.label} has no records")
     return Recorded(cell.states.file, cell.states.root.mapping()), optimizer
 
 
-def _recorded_optimizer(model: ModelStates, file: TorchFile) -> Recorded:
-    """Return what ZeRO's optimizer states file would have except states, of a run without ZeRO.
+def _optimizer_without_zero(model: ModelStates, file: TorchFile) -> Recorded:
+    """Return what ZeRO would record, except optimizer states.
 
-    The rest of a loss scaler is in the config (``runtime/constants.py``).
+    The config has what the file lacks of a loss scaler (``runtime/constants.py``).
     """
     optimizer = view(file, "states").get("optimizer")
     root, fp16 = optimizer.table(), PickleView(file.path, "fp16", model.config.get("fp16")).table()
@@ -227,10 +247,9 @@ def _recorded_optimizer(model: ModelStates, file: TorchFile) -> Recorded:
             "raise_error_at_min_scale": True,
             "dtype": Global("torch", "float16"),
         }
-    name = "DynamicLossScaler" if is_dynamic else "LossScaler"
-    callee = Global(_LOSS_SCALERS, name)
+    callee = _scaler("DynamicLossScaler" if is_dynamic else "LossScaler")
     states = {key: value for key, value in root.items() if key == "clip_grad"} | {
-        "loss_scaler": Opaque(callee, (), state | {"dynamic": is_dynamic}, made=Made.BY_NEW),
+        "loss_scaler": Opaque(callee, (), state | {"dynamic": is_dynamic}, opcode=NEWOBJ),
         "dynamic_loss_scale": is_dynamic,
     }
     config = {"ds_config": model.config, "ds_version": model.version}

@@ -1,1 +1,1 @@
-"""Making checkpoints: a short sharded training run with real DeepSpeed."""
+"""Make a checkpoint by a short training run with DeepSpeed."""

@@ -1,26 +1,36 @@
-"""The model to train: built in or read from a folder, with its adapter and frozen weights."""
+"""Model, text and tokenizer of a run, and the description of the model's Hub names."""
 
 from __future__ import annotations
 
+import json
 import re
+from importlib import resources
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from msgspec import Struct
 
+from zexport import __version__
 from zexport.errors import UsageError
+from zexport.model.conversion import describe_model
 from zexport.train.options import TrainOptions
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _HEADS, _KEY_VALUE_HEADS = 4, 2
+_LORA_RANK = 8
+_BEGIN, _END, _PAD = "<s>", "</s>", "<pad>"
+_SCHEMA = 2
 
-LORA_RANK = 8
+
+# Model
 
 
 def make_model(options: TrainOptions, vocab_size: int) -> PreTrainedModel:
-    """The model on the CPU in fp32, its random weights decided by ``--seed``."""
+    """Return the model on the CPU in fp32; random weights depend on ``--seed``."""
     torch.manual_seed(options.seed)
     if options.model is None:
         return _built_in(options, vocab_size)
@@ -33,19 +43,19 @@ def make_model(options: TrainOptions, vocab_size: int) -> PreTrainedModel:
         )
     except (OSError, ValueError) as error:
         raise UsageError(
-            "holds no causal language model that transformers can read",
+            "not a causal language model that transformers can load",
             path=options.model,
             found=str(error).partition("\n")[0].rstrip("."),
-            hint="Name a model folder with --model",
+            hint="Pass a model folder with --model",
         ) from error
     known = model.get_input_embeddings().num_embeddings
     if known < vocab_size:
         raise UsageError(
-            "the tokenizer does not fit the model",
+            "the tokenizer has more tokens than the model",
             path=options.tokenizer or options.model,
             found=f"{vocab_size} tokens",
             expected=f"at most {known}",
-            hint="Name a fitting one with --tokenizer",
+            hint="Pass a matching one with --tokenizer",
         )
     return model
 
@@ -70,13 +80,13 @@ def _built_in(options: TrainOptions, vocab_size: int) -> PreTrainedModel:
 
 
 def add_adapter(model: PreTrainedModel, base: Path) -> torch.nn.Module:
-    """The model with a LoRA adapter of ``base`` on every linear layer, and all else frozen."""
+    """Return the model with a LoRA adapter on every linear layer, all else frozen."""
     from peft import LoraConfig, get_peft_model  # noqa: PLC0415 - of the extra; takes seconds
 
     config = LoraConfig(
         task_type="CAUSAL_LM",
-        r=LORA_RANK,
-        lora_alpha=2 * LORA_RANK,
+        r=_LORA_RANK,
+        lora_alpha=2 * _LORA_RANK,
         target_modules="all-linear",
         base_model_name_or_path=str(base),
     )
@@ -86,7 +96,7 @@ def add_adapter(model: PreTrainedModel, base: Path) -> torch.nn.Module:
 
 
 def freeze(model: torch.nn.Module, patterns: tuple[str, ...]) -> None:
-    """Stop training the parameters in whose names one of the patterns is found."""
+    """Freeze the parameters whose names match one of the patterns."""
     parameters = dict(model.named_parameters())
     for pattern in patterns:
         found = [name for name in parameters if re.search(pattern, name)]
@@ -102,10 +112,9 @@ def freeze(model: torch.nn.Module, patterns: tuple[str, ...]) -> None:
 
 
 def meta_twin(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """The same model without data, to name and convert the weights of one that is partitioned.
+    """Return the same model without data, to convert names of a partitioned model.
 
-    There every shape is 0. The twin remembers the conversions of loading, so that saving undoes
-    them.
+    It has the whole shapes, and the conversions of loading, which saving undoes.
     """
     with torch.device("meta"):
         twin: PreTrainedModel = type(model)(model.config)
@@ -116,3 +125,172 @@ def meta_twin(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     if model.can_generate():
         twin.generation_config = model.generation_config
     return twin
+
+
+# Text
+
+
+class Corpus(Struct, frozen=True):
+    """Windows of ``seq_len`` tokens; only seed and position decide the order."""
+
+    windows: torch.Tensor
+    vocab_size: int
+    seed: int
+
+    def epoch(self, position: int) -> int:
+        """Return how often the whole text has been drawn at ``position``."""
+        return position // len(self.windows)
+
+    def draw(self, position: int, count: int) -> torch.Tensor:
+        """Return the windows ``position`` to ``position + count`` of the endless sequence."""
+        epochs = range(self.epoch(position), self.epoch(position + count - 1) + 1)
+        order = torch.cat([self._order(epoch) for epoch in epochs])
+        start = position - epochs.start * len(self.windows)
+        return self.windows[order[start : start + count]]
+
+    def _order(self, epoch: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        return torch.randperm(len(self.windows), generator=generator)
+
+
+def make_text(options: TrainOptions) -> tuple[PreTrainedTokenizerBase, Corpus]:
+    """Return the tokenizer, and the text of ``--data`` or the built-in one in windows of tokens."""
+    if options.data is None:
+        text = resources.files("zexport.train").joinpath("corpus.txt").read_text(encoding="utf-8")
+    else:
+        try:
+            text = options.data.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            problem = f"cannot be read as UTF-8 text: {error}"
+            raise UsageError(problem, path=options.data) from error
+    tokenizer = _tokenizer(options, text)
+    tokens = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    count = len(tokens) // options.seq_len
+    if count == 0:
+        raise UsageError(
+            "the text is shorter than one sequence",
+            path=options.data,
+            found=f"{len(tokens)} tokens",
+            expected=f"at least {options.seq_len}",
+            hint="Use a longer text or a smaller --seq-len",
+        )
+    windows = tokens[: count * options.seq_len].reshape(count, options.seq_len)
+    return tokenizer, Corpus(windows=windows, vocab_size=len(tokenizer), seed=options.seed)
+
+
+def _tokenizer(options: TrainOptions, text: str) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of ``--tokenizer`` or ``--model``, or a byte-level BPE of the text."""
+    folder = options.tokenizer or options.model
+    if folder is None:
+        return _learned_tokenizer(text, options.vocab_size)
+
+    from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds
+
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True
+        )
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            "not a tokenizer that transformers can load",
+            path=folder,
+            hint="Pass one with --tokenizer",
+        ) from error
+    return tokenizer
+
+
+def _learned_tokenizer(text: str, vocab_size: int) -> PreTrainedTokenizerBase:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: PLC0415
+    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[_BEGIN, _END, _PAD],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(text.splitlines(keepends=True), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=_BEGIN,
+        eos_token=_END,
+        pad_token=_PAD,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+# Description
+
+
+def describe_source(
+    model: torch.nn.Module, dtype: torch.dtype, twin: PreTrainedModel, *, adapter: bool
+) -> str:
+    """Return ``zexport_source.json`` for ``model`` as DeepSpeed has cast and partitioned it.
+
+    ``tensors`` are those of an export, a tied weight once; ``stored_name`` the name in the
+    checkpoint; ``model`` how each is converted, so that an export needs no transformers.
+    """
+    from transformers.core_model_loading import revert_weight_conversion  # noqa: PLC0415
+
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    in_memory = {
+        # ZeRO-3 replaces data by an empty tensor (deepspeed 0.19.8, partition_parameters.py).
+        name: torch.empty(
+            getattr(parameters.get(name), "ds_shape", tensor.shape),
+            dtype=tensor.dtype,
+            device="meta",
+        )
+        for name, tensor in model.state_dict().items()
+    }
+    tied = _tied(parameters, twin)
+    memory = {name: tensor for name, tensor in in_memory.items() if name not in tied}
+    hub = memory
+    if not adapter:
+        left_out = set(twin._keys_to_ignore_on_save or ())
+        saved = {name: tensor for name, tensor in memory.items() if name not in left_out}
+        hub = revert_weight_conversion(twin, saved)
+    stored_names = {id(tensor): name for name, tensor in memory.items()}
+    tensors = {}
+    for name, tensor in sorted(hub.items()):
+        tensors[name] = {"shape": list(tensor.shape), "dtype": _name(tensor.dtype)}
+        if id(tensor) in stored_names:
+            tensors[name]["stored_name"] = stored_names[id(tensor)]
+    shapes, hub_shapes = ({n: t.shape for n, t in side.items()} for side in (memory, hub))
+    description: dict[str, Any] = {
+        "schema": _SCHEMA,
+        "created_by": f"zexport train {__version__}",
+        **{name: version(name) for name in ("transformers", "torch", "deepspeed")},
+        "model_type": twin.config.model_type,
+        "architecture": type(twin).__name__,
+        "dtype": _name(dtype),
+        "tensors": tensors,
+        "tied": tied,
+        "buffers": sorted(in_memory.keys() - parameters.keys()),
+        "frozen": sorted(n for n, p in model.named_parameters() if not p.requires_grad),
+        "names_match_memory": hub_shapes == shapes,
+    }
+    if adapter:
+        description["adapter"] = True
+    else:
+        description["model"] = describe_model(twin, as_loaded=True)
+    return json.dumps(description, indent=2) + "\n"
+
+
+def _tied(parameters: dict[str, torch.nn.Parameter], twin: PreTrainedModel) -> dict[str, str]:
+    """Return alias to kept name of every parameter that has several names."""
+    aliases = set(twin.all_tied_weights_keys)
+    names: dict[int, list[str]] = {}
+    for name, parameter in parameters.items():
+        names.setdefault(id(parameter), []).append(name)
+    tied = {}
+    for same in (group for group in names.values() if len(group) > 1):
+        kept = next((name for name in same if name not in aliases), same[0])
+        tied.update({name: kept for name in same if name != kept})
+    return tied
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,67 +1,35 @@
-"""What a training run is asked to do, what of it a resumed run must keep, and what came of it."""
+"""Options and result of a run; options that a resumed run must keep."""
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from blake3 import blake3
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from zexport.errors import OutputError, UsageError
-from zexport.storage.contents import read_json_object
-from zexport.storage.json import SCHEMA, JsonObject, Natural, decoded, form_of
+from zexport.storage.json import SCHEMA, Natural, decoded, form_of
 
 Precision: TypeAlias = Literal["fp32", "bf16", "fp16"]
 SaveKind: TypeAlias = Literal["partitioned", "gathered", "both"]
 
 OPTIONS_FILE = "zexport_train.json"
-"""Rank 0 writes the options here, in plain JSON, so that a resume can be judged without torch."""
+"""The options as JSON in the run's folder, to check a resume without torch."""
 
 
-_DEEPSPEED_KEYS = frozenset(
-    {
-        *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
-        *("managed_gradient_accumulation", "optimizer", "scheduler", "zero_optimization"),
-        *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "fp16", "bf16"),
-        *("bfloat16", "amp", "torch_autocast", "data_types", "communication_data_type"),
-        *("seq_parallel_communication_data_type", "sequence_parallel_size", "gradient_clipping"),
-        *("prescale_gradients", "gradient_predivide_factor", "gradient_allreduce_op"),
-        *("fp32_allreduce", "disable_allgather", "disable_python_gc", "sparse_gradients"),
-        *("steps_per_print", "dump_state", "wall_clock_breakdown", "memory_breakdown", "log_level"),
-        *("activation_checkpointing", "checkpoint", "datastates_ckpt", "nebula", "aio"),
-        *("dataloader_drop_last", "data_efficiency"),
-        *("curriculum_learning", "comms_logger", "tensorboard", "wandb", "csv_monitor", "comet"),
-        *("flops_profiler", "timers", "autotuning", "elasticity", "compile"),
-        *("hybrid_engine", "pipeline", "tensor_parallel", "expert_parallel", "vocabulary_size"),
-        *("use_data_before_expert_parallelism", "weight_quantization", "quantize_training"),
-        *("compression_training", "sparse_attention", "eigenvalue", "progressive_layer_drop"),
-        "graph_harvesting",
-    }
-)
-"""The keys of a DeepSpeed configuration; DeepSpeed passes over any other, and says nothing.
-
-Source: DeepSpeed 0.10 to 0.19, ``runtime/config.py`` and ``runtime/constants.py``; within a section
-DeepSpeed refuses what it does not know.
-"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainOptions:
-    """The options of one ``zexport train``; the field names are the command's option names.
-
-    But for ``digests``, which a run notes of its text and tokenizer, to know them when it goes on.
+class TrainOptions(Struct, frozen=True, kw_only=True):
+    """The options of ``zexport train``, with the option names.
 
     Attributes:
-        ds_config: the parsed content of ``--ds-config``, merged over our DeepSpeed configuration.
-        steps: the step to train up to, counted from the start of the run and not of the resume.
-        save_every: steps between two saves; 0 saves at the end only.
+        ds_config: content of ``--ds-config``, merged over zexport's DeepSpeed config.
+        steps: step to train up to, counted from the start of the run.
+        save_every: steps between two checkpoints; 0 saves only at the end.
         keep: newest checkpoints to keep; 0 keeps all.
-        timeout: seconds that a collective call, and the start of the workers, may take.
+        timeout: seconds that a collective call, and the start of the ranks, may take.
     """
 
     out: Path
@@ -87,53 +55,44 @@ class TrainOptions:
     hidden_size: int = 64
     layers: int = 2
     timeout: int = 600
-    digests: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """The options as a JSON object that :meth:`from_json` reads back equal."""
         return json.dumps(form_of(self), indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> TrainOptions:
-        """The options that :meth:`to_json` wrote."""
         if decoded(text, dict[str, Any]).get("schema") != SCHEMA:
             raise ValueError(f"not an options object of schema {SCHEMA}")
         return decoded(text, cls)
 
     @property
     def base(self) -> Path:
-        """The model an adapter belongs to: the one it was read from, or a copy in OUT."""
+        """Base model of an adapter: ``--model``, or a copy in OUT."""
         return self.model or self.out / "base"
 
     @property
     def partitioned(self) -> bool:
-        """Whether a save writes every rank's part."""
+        """Whether rank files are saved."""
         return self.save in ("partitioned", "both")
 
     @property
     def gathered(self) -> bool:
-        """Whether a save writes the whole weights from rank 0."""
+        """Whether gathered weights are saved."""
         return self.save in ("gathered", "both")
 
 
-FREE_ON_RESUME = frozenset(
-    {"out", "steps", "save_every", "keep", "save", "resume", "timeout"},
-)
-"""What a resumed run may choose anew. The rest decides the weights and must stay as it was."""
+_FREE_ON_RESUME = {"out", "steps", "save_every", "keep", "save", "resume", "timeout"}
 
 
 def read_ds_config(path: Path) -> dict[str, Any]:
-    """The DeepSpeed configuration in a JSON file, without the keys left to ``"auto"``.
-
-    The Hugging Face Trainer's word for what the caller knows.
-    """
+    """Return the DeepSpeed config in a JSON file, without keys that are ``auto``."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot be read as JSON: {error}", path=path) from error
     if not isinstance(config, dict):
         raise UsageError(
-            "is not a DeepSpeed configuration",
+            "not a DeepSpeed config",
             path=path,
             found=type(config).__name__,
             expected="a JSON object",
@@ -142,7 +101,7 @@ def read_ds_config(path: Path) -> dict[str, Any]:
 
 
 def without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration without what it leaves to others."""
+    """Return a DeepSpeed config without keys that are ``auto``."""
     return {
         key: without_auto(value) if isinstance(value, dict) else value
         for key, value in config.items()
@@ -150,10 +109,24 @@ def without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def resumed(asked: TrainOptions, explicit: Collection[str]) -> TrainOptions:
-    """The options of the stored run, with what was typed (``explicit``) anew for this one."""
-    stored = _stored_options(asked.out)
-    for name in (one.name for one in fields(TrainOptions) if one.name not in FREE_ON_RESUME):
+def resume_options(asked: TrainOptions, explicit: Collection[str]) -> TrainOptions:
+    """Return the options of the stored run, with those that may change.
+
+    Raises:
+        UsageError: an ``explicit`` option cannot change, or there is no checkpoint.
+    """
+    path = asked.out / OPTIONS_FILE
+    if not path.is_file() or not (asked.out / "latest").is_file():
+        raise UsageError(
+            "no checkpoint to resume",
+            path=asked.out,
+            hint="Start a run without --resume (gathered weights cannot be resumed)",
+        )
+    try:
+        stored = TrainOptions.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot be read: {error}", path=path) from error
+    for name in (one for one in TrainOptions.__struct_fields__ if one not in _FREE_ON_RESUME):
         now, then = getattr(asked, name), getattr(stored, name)
         if name in explicit and now != then:
             option = "--" + name.replace("_", "-")
@@ -165,36 +138,25 @@ def resumed(asked: TrainOptions, explicit: Collection[str]) -> TrainOptions:
                 hint=f"Leave {option} out, or train into another folder",
             )
     kept = {"save_every", "keep", "save"} - set(explicit)
-    return replace(stored, **{name: getattr(asked, name) for name in FREE_ON_RESUME - kept})
+    return replace(stored, **{name: getattr(asked, name) for name in _FREE_ON_RESUME - kept})
 
 
-def _stored_options(out: Path) -> TrainOptions:
-    path = out / OPTIONS_FILE
-    if not path.is_file() or not (out / "latest").is_file():
-        raise UsageError(
-            "holds no checkpoint to resume",
-            path=out,
-            hint="Leave --resume out to begin a run (one saved with --save gathered alone"
-            " cannot be resumed)",
-        )
-    try:
-        return TrainOptions.from_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"cannot be read: {error}", path=path) from error
+def merge_ds_config(options: TrainOptions, explicit: Collection[str]) -> TrainOptions:
+    """Return the options with the values that ``--ds-config`` has for them.
 
-
-def settled(options: TrainOptions, explicit: Collection[str]) -> TrainOptions:
-    """The options that ``--ds-config`` has as well, as it has them."""
-    theirs = options.ds_config
-    says: dict[str, object] = {}
-    rows = theirs.get("train_micro_batch_size_per_gpu")
-    says |= {} if rows is None else {"batch_size": rows}
-    if "stage" in _section(theirs, "zero_optimization"):
-        says["stage"] = _section(theirs, "zero_optimization")["stage"]
-    for dtype in ("bf16", "fp16"):
-        if _section(theirs, dtype).get("enabled") is True:
-            says["dtype"] = dtype
-    for name, value in says.items():
+    Raises:
+        UsageError: it contradicts an ``explicit`` option.
+    """
+    config = options.ds_config
+    found = {
+        "batch_size": config.get("train_micro_batch_size_per_gpu"),
+        "stage": _section(config, "zero_optimization").get("stage"),
+        "dtype": next(
+            (one for one in ("fp16", "bf16") if _section(config, one).get("enabled") is True), None
+        ),
+    }
+    stated = {name: value for name, value in found.items() if value is not None}
+    for name, value in stated.items():
         asked = getattr(options, name)
         if name in explicit and asked != value:
             raise UsageError(
@@ -203,48 +165,7 @@ def settled(options: TrainOptions, explicit: Collection[str]) -> TrainOptions:
                 expected=asked,
                 hint="Change one of the two",
             )
-    return replace(options, **says)  # type: ignore[arg-type]
-
-
-def without_effect(options: TrainOptions, explicit: Collection[str]) -> Iterator[str]:
-    """Tells of options that change nothing, or not what they say."""
-    for name in ("hidden_size", "layers") if options.model else ():
-        if name in explicit:
-            yield f"--{name.replace('_', '-')} changes nothing: the model is that of --model"
-    if (options.model or options.tokenizer) and "vocab_size" in explicit:
-        yield "--vocab-size changes nothing: the tokenizer is one that was given"
-    positions = _config_of(options.model).get("max_position_embeddings") if options.model else None
-    if isinstance(positions, int) and options.seq_len > positions:
-        yield f"--seq-len {options.seq_len} is more than the model's {positions} positions"
-    theirs = options.ds_config
-    rate = _section(_section(theirs, "optimizer"), "params").get("lr")
-    if rate not in (None, options.lr) and "scheduler" not in theirs:
-        yield f"the lr of --ds-config changes nothing: its schedule goes to --lr {options.lr}"
-    yield from told_of_keys(theirs)
-
-
-def told_of_keys(config: Mapping[str, object], known: Collection[str] = ()) -> Iterator[str]:
-    """Tells of keys that change nothing, with what may have been meant.
-
-    ``known`` are keys that the run had before.
-    """
-    for key in sorted(config.keys() - _DEEPSPEED_KEYS - {*known}):
-        near = get_close_matches(key, _DEEPSPEED_KEYS, 1)
-        meant = f"; did you mean {near[0]}?" if near else ""
-        yield f"--ds-config has {key!r}, which DeepSpeed does not know and passes over{meant}"
-
-
-def _config_of(model: Path) -> JsonObject:
-    """The config of a model's folder; empty where it has none, which loading it tells."""
-    path = model / "config.json"
-    return read_json_object(path) if path.is_file() else {}
-
-
-def config_digest(options: TrainOptions) -> str:
-    """What the config of the model says that a run began with; empty where that is built in."""
-    if options.model is None:
-        return ""
-    return blake3(json.dumps(_config_of(options.model), sort_keys=True).encode()).hexdigest()
+    return replace(options, **stated)
 
 
 def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -253,33 +174,32 @@ def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def check_free(out: Path) -> None:
-    """Refuse a folder in which something lies already."""
+    """Raise if a folder for a new run is not empty."""
     if out.exists() and not out.is_dir():
-        raise OutputError("is not a folder", path=out)
+        raise OutputError("not a folder", path=out)
     if out.is_dir() and any(out.iterdir()):
         raise OutputError(
-            "is not empty",
+            "not empty",
             path=out,
-            hint="Continue the run in it with --resume, or name another folder",
+            hint="Continue the run with --resume, or choose another folder",
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainSummary:
+class TrainSummary(Struct, frozen=True, kw_only=True):
     """The result of a run.
 
     Attributes:
         out: the run's folder.
         tag: the last checkpoint on disk; empty if none could be saved.
-        steps: the step the training ended with.
-        first_loss: mean over the ranks, of the first step of this run.
+        steps: the last step.
+        first_loss: loss of the first step of this command, averaged over the ranks.
         last_loss: the same of the last step.
         checkpoints: the tags on disk, oldest first.
-        world_size: ranks.
+        world_size: number of ranks.
         stage: ZeRO stage.
-        partitioned: every rank's part was saved, so that the run can be resumed.
-        save_error: why the last save failed; empty if it did not, as always where it is printed: a
-            run whose last save failed ends with an error.
+        partitioned: rank files were saved, so the run can be resumed.
+        save_error: why the last save failed; always empty in output, because the command fails
+            then.
     """
 
     out: Path
@@ -294,16 +214,10 @@ class TrainSummary:
     save_error: str = ""
 
     def to_json(self) -> str:
-        """One JSON object on one line, with a ``schema`` number."""
         return json.dumps(form_of(self))
 
-    @classmethod
-    def from_json(cls, text: str) -> TrainSummary:
-        """The summary that :meth:`to_json` wrote."""
-        return decoded(text, cls)
-
     def to_text(self) -> str:
-        """Three lines: how the loss went, what was saved, and what to type next."""
+        """Return the losses, the checkpoint, and the next command."""
         here = Path.cwd()
         out = self.out.relative_to(here) if self.out.is_relative_to(here) else self.out
         where = out / self.tag if self.partitioned else out / "gathered" / self.tag

@@ -1,23 +1,22 @@
-"""Saving a checkpoint that all ranks agree is whole, or leaving everything as it was."""
+"""Save a checkpoint on all ranks, or leave everything unchanged."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from msgspec import Struct
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from zexport.filenames import ADAPTER_CONFIG, ADAPTER_FILE
 from zexport.storage.files import make_folder, sync_path, write_durably
 from zexport.storage.local import append_durably, copy_mode, remove_if_possible, rename
-from zexport.storage.retries import steadily
-from zexport.train.collectives import Ranks
+from zexport.storage.os_errors import steadily
 from zexport.train.options import TrainOptions
 
 if TYPE_CHECKING:
@@ -25,11 +24,13 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from zexport.train.worker import Ranks
+
 
 def gathered_weights(engine: DeepSpeedEngine) -> dict[str, torch.Tensor] | None:
-    """Every weight and persistent buffer under its name in memory and in 16 bit, on rank 0.
+    """Return every weight and persistent buffer in 16 bits by in-memory name, on rank 0.
 
-    None elsewhere. A collective call.
+    Returns ``None`` on other ranks. Collective.
     """
     if engine.zero_optimization_partition_weights():
         weights = engine._zero3_consolidated_16bit_state_dict()
@@ -45,40 +46,36 @@ def gathered_weights(engine: DeepSpeedEngine) -> dict[str, torch.Tensor] | None:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class ModelWriter:
-    """Writes what ``save_pretrained`` writes: weights under hub names, config and tokenizer."""
+class ModelWriter(Struct, frozen=True):
+    """Writes a model folder as ``save_pretrained`` does, with tokenizer."""
 
     twin: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
 
     def write(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
-        """A model folder that transformers loads."""
         self.twin.save_pretrained(folder, state_dict=weights)
         self.tokenizer.save_pretrained(folder)
         open_like_config(folder)
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterWriter:
-    """Writes what peft's ``save_pretrained`` writes: the adapter's weights and configuration."""
+class AdapterWriter(Struct, frozen=True):
+    """Writes an adapter folder as peft's ``save_pretrained`` does, with tokenizer."""
 
     model: PeftModel
     tokenizer: PreTrainedTokenizerBase
 
     def write(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
-        """An adapter folder that peft loads."""
         make_folder(folder)
         self.write_config(folder)
         self.write_weights(folder / ADAPTER_FILE, weights)
         self.tokenizer.save_pretrained(folder)
 
     def write_config(self, folder: Path) -> None:
-        """``adapter_config.json`` alone."""
+        """Write only ``adapter_config.json``."""
         self.model.peft_config["default"].save_pretrained(folder, inference_mode=True)
 
     def write_weights(self, path: Path, weights: dict[str, torch.Tensor]) -> None:
-        """The adapter's part of ``weights``, under the names peft gives them in a file."""
+        """Write the adapter's part of ``weights`` under the names that peft gives them."""
         from peft import get_peft_model_state_dict  # noqa: PLC0415 - of the extra
 
         adapter: dict[str, Any] = get_peft_model_state_dict(
@@ -90,32 +87,30 @@ class AdapterWriter:
 
 
 GATHERED = "gathered"
-"""The folder in OUT with the gathered models, one folder a tag."""
+"""Folder in OUT with the gathered models, one folder per tag."""
 
 _WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
-"""What torch's zip writer and safetensors' file writer raise when the disk says no."""
+"""Errors of torch's zip writer and safetensors' file writer if a write fails."""
 
 _TAG = re.compile(r"global_step(\d+)")
 
 
 def tag_of(step: int) -> str:
-    """DeepSpeed's own name for the checkpoint of a step."""
+    """Return DeepSpeed's own tag for a step."""
     return f"global_step{step}"
 
 
 def tags_in(folder: Path) -> tuple[str, ...]:
-    """The tags that lie in a folder, the oldest step first."""
+    """Return the tags in a folder, oldest step first."""
     children = folder.iterdir() if folder.is_dir() else ()
     found = [child.name for child in children if child.is_dir() and _TAG.fullmatch(child.name)]
     return tuple(sorted(found, key=lambda tag: int(tag.removeprefix("global_step"))))
 
 
-@dataclass(frozen=True, slots=True)
-class Saver:
-    """Saves the engine's state; every method is a collective call unless it says otherwise.
+class Saver(Struct, frozen=True):
+    """Saves checkpoints of an engine.
 
-    Every rank writes and syncs its files, all tell how it went, and only then rank 0 moves
-    ``latest``.
+    Every rank writes and syncs its files; once all have succeeded, rank 0 moves ``latest``.
     """
 
     engine: DeepSpeedEngine
@@ -124,29 +119,29 @@ class Saver:
     writer: ModelWriter | AdapterWriter
 
     def save(self, tag: str, client_state: dict[str, Any]) -> str:
-        """Why the save failed, with the rank; empty if it is whole and ``latest`` names it.
+        """Save, and return the first failing rank's cause; empty on success. Collective.
 
-        One that failed leaves nothing of its tag, and every earlier checkpoint as it was.
+        A failed save removes its tag and leaves earlier checkpoints unchanged.
         """
-        failure = self._agree(self._alone(lambda: self._discard(tag)))
+        failure = self._agree(self._on_first(lambda: self._discard(tag)))
         if not failure and self.options.partitioned:
             failure = self._agree(self._write_partitions(tag, client_state))
         if not failure:
             failure = self._agree(self._write_gathered(tag))
         if not failure:
-            failure = self._agree(self._alone(lambda: self._publish(tag)))
+            failure = self._agree(self._on_first(lambda: self._publish(tag)))
         if failure:
-            self._alone(lambda: self._discard(tag))
-        self.ranks.gather(None)  # nobody begins the next save while rank 0 still clears up
+            self._on_first(lambda: self._discard(tag))
+        self.ranks.gather(None)  # wait until rank 0 has cleaned up
         return failure
 
     def _agree(self, cause: str) -> str:
-        """The first failing rank's cause, on every rank."""
+        """Return the first failing rank's cause on every rank. Collective."""
         causes = enumerate(self.ranks.gather(cause))
         return next((f"rank {rank}: {cause}" for rank, cause in causes if cause), "")
 
-    def _alone(self, act: Callable[[], None]) -> str:
-        """Why ``act`` failed on rank 0; the other ranks do nothing. Not a collective call."""
+    def _on_first(self, act: Callable[[], None]) -> str:
+        """Return why ``act`` failed on rank 0; other ranks do nothing."""
         try:
             if self.ranks.is_first:
                 act()
@@ -158,10 +153,10 @@ class Saver:
         out = self.options.out
         with recorded_failures(self.engine) as causes:
             self.engine.save_checkpoint(str(out), tag, client_state, save_latest=False)
-        return causes[0] if causes else self._alone(lambda: sync_path(out / tag))
+        return causes[0] if causes else self._on_first(lambda: sync_path(out / tag))
 
     def _write_gathered(self, tag: str) -> str:
-        """The model folder of ``--save gathered``, and the adapter beside the partitions."""
+        """Write the model folder of ``--save gathered``, and the adapter next to rank files."""
         adapter = self.writer if isinstance(self.writer, AdapterWriter) else None
         if not self.options.gathered and adapter is None:
             return ""
@@ -176,10 +171,10 @@ class Saver:
             if self.options.partitioned and adapter is not None:
                 adapter.write_weights(self.options.out / f".{ADAPTER_FILE}.new", weights)
 
-        return self._alone(write)
+        return self._on_first(write)
 
     def _publish(self, tag: str) -> None:
-        """``latest`` names the new tag, and only the newest ``--keep`` tags remain."""
+        """Point ``latest`` to the tag, and remove all but the newest ``--keep`` tags."""
         out, keep = self.options.out, self.options.keep
         fresh_adapter = out / f".{ADAPTER_FILE}.new"
         if fresh_adapter.exists():
@@ -194,21 +189,21 @@ class Saver:
                     remove_if_possible(folder / old)
 
     def _discard(self, tag: str) -> None:
-        """Nothing of the tag remains; it is never one that was published."""
+        """Remove everything of a tag that was not published."""
         gathered = self.options.out / GATHERED / tag
         for folder in (self.options.out / tag, gathered, self._fresh_model(tag)):
-            if folder.is_dir():  # a file of that name is not the run's
+            if folder.is_dir():  # a file of that name is not ours
                 remove_if_possible(folder)
         remove_if_possible(self.options.out / f".{ADAPTER_FILE}.new")
 
     def _fresh_model(self, tag: str) -> Path:
-        """Where a gathered model is written until it is whole."""
+        """Return the staging folder of a gathered model."""
         return self.options.out / GATHERED / f".{tag}.new"
 
 
 @contextmanager
 def recorded_failures(engine: DeepSpeedEngine) -> Iterator[list[str]]:
-    """The causes of this rank's write errors while the engine saves, which goes on to the end.
+    """Collect this rank's write errors while the engine saves, instead of raising them.
 
     ``save_checkpoint`` has barriers (deepspeed 0.19.8, ``runtime/engine.py``) at which the other
     ranks would wait for one that raised.
@@ -228,7 +223,7 @@ def recorded_failures(engine: DeepSpeedEngine) -> Iterator[list[str]]:
             save(state_dict, path)
             sync_path(Path(path))
 
-        noted(lambda: steadily(write), Path(path))  # written anew from its first byte
+        noted(lambda: steadily(write), Path(path))
 
     files.save = noted_save
     files.makedirs = lambda path, **how: noted(lambda: makedirs(path, **how), Path(path))
@@ -240,20 +235,17 @@ def recorded_failures(engine: DeepSpeedEngine) -> Iterator[list[str]]:
 
 
 def open_like_config(folder: Path) -> None:
-    """The weights in a model folder are as readable as its configuration.
-
-    Safetensors 0.8 lets their owner alone read them.
-    """
+    """Give weights the mode of the config; safetensors 0.8 lets only the owner read them."""
     config = next(folder.glob("*config.json"))
     for weights in folder.glob("*.safetensors"):
         copy_mode(weights, config)
 
 
 def cause_of(error: Exception, path: Path) -> str:
-    """Why a write to ``path`` failed.
+    """Return why a write to ``path`` failed.
 
-    The zip writer of torch reports a full disk as a wrong position: so some more bytes are written,
-    which gets the system's reason, if there is one.
+    torch's zip writer reports a full disk as a wrong position; writing some more bytes gets the
+    system's reason.
     """
     if not isinstance(error, OSError):
         try:

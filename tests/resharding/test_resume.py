@@ -1,4 +1,4 @@
-"""A training goes on elsewhere as it would have gone on here: real DeepSpeed is asked."""
+"""DeepSpeed resumes resharded runs with equal state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.resharding import departures
 
 
 @pytest.mark.deepspeed
-def test_trainings_go_on_with_other_ranks_and_stages_as_if_nothing_had_happened(
+def test_resumed_runs_equal_the_source_on_other_ranks_and_stages(
     tmp_path: Path,
 ) -> None:
     """Module, groups, steps, scheduler and client state; saved again, every state bit for bit."""
