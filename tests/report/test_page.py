@@ -1,34 +1,33 @@
-"""Pages: whole, escaped, without a network, and small; how they look is for tests/browser."""
+"""HTML pages of inspect and diff: complete, escaped, without network."""
 
 from __future__ import annotations
 
 import json
 from html.parser import HTMLParser
+from math import prod
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from click.testing import CliRunner
 
 import zexport
 from tests.support.checkpoints import Model, Run, save
+from tests.support.cli import run
 from tests.support.exports import invoke
 from zexport import OutputError
-from zexport.cli.main import cli
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 HOSTILE = "a.</script><img src=x onerror=alert(1)>.weight\x1b[31m"
 
 
-class Read(HTMLParser):
-    """What a browser without JavaScript has of a page."""
+class Parsed(HTMLParser):
+    """Tags, text and data of a page, as a browser without JavaScript sees it."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text: list[str] = []
-        self.data = ""
-        self._inside = ""
+        self.text, self.data, self._inside = "", "", ""
         self.feed(html)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -40,81 +39,82 @@ class Read(HTMLParser):
         if self._inside == "data":
             self.data += data
         elif self._inside not in {"script", "style"}:
-            self.text.append(data)
+            self.text += f"{data} "
+
+    def names(self) -> list[str]:
+        """Return the names of all rows, joined as the script joins them."""
+        data: dict[str, Any] = json.loads(self.data)
+        found = []
+        for pattern, numbers in zip(data["pattern"], data["numbers"], strict=True):
+            parts, holes = data["patterns"][pattern].split("\x01"), numbers.split(",")
+            found.append(parts[0] + "".join(h + p for h, p in zip(holes, parts[1:], strict=False)))
+        return found
 
 
-def names_of(read: Read) -> list[str]:
-    """The names of all rows, put together as the script does it."""
-    data: dict[str, Any] = json.loads(read.data)
-    found = []
-    for pattern, numbers in zip(data["pattern"], data["numbers"], strict=True):
-        parts, holes = data["patterns"][pattern].split("\x01"), numbers.split(",")
-        found.append(parts[0] + "".join(h + p for h, p in zip(holes, parts[1:], strict=False)))
-    return found
-
-
-def page(folder: Path, *words: object) -> str:
-    """The page that a command writes."""
+def page(folder: Path, *words: object) -> Parsed:
     file = folder / "page.html"
-    line = [*map(str, words), "--html", str(file), "-q"]
-    CliRunner().invoke(cli, line, catch_exceptions=False)
-    return file.read_text(encoding="utf-8")
+    run(*words, "--html", file, "-q").or_raise()
+    return Parsed(file.read_text(encoding="utf-8"))
 
 
-def test_a_page_needs_no_network_and_lets_nothing_run_but_its_own_script(tmp_path: Path) -> None:
-    read = Read(page(tmp_path, "inspect", FIXTURES / "z3_w2_bf16_frozen" / "ckpt", "--stats"))
-    policy = next(str(a["content"]) for tag, a in read.tags if "http-equiv" in a)
+def test_page_loads_nothing_and_runs_only_its_script(tmp_path: Path) -> None:
+    parsed = page(tmp_path, "inspect", FIXTURES / "z3_w2_bf16_frozen" / "ckpt", "--stats")
+    policy = next(str(a["content"]) for _, a in parsed.tags if "http-equiv" in a)
     assert policy.startswith("default-src 'none'; style-src 'sha256-")
     assert "unsafe" not in policy
-    assert not [tag for tag, _ in read.tags if tag in {"link", "img", "iframe", "base", "form"}]
-    for _, attributes in read.tags:
+    assert not {"link", "img", "iframe", "base", "form"} & {tag for tag, _ in parsed.tags}
+    for _, attributes in parsed.tags:
         assert not attributes.keys() & {"src", "style", "onload", "onclick", "onerror"}
         assert str(attributes.get("href", "#")).startswith("#")
 
 
-def test_without_its_script_a_page_has_the_verdict_and_every_tensor(tmp_path: Path) -> None:
+def test_inspect_page_shows_verdict_and_all_tensors_without_script(tmp_path: Path) -> None:
     path = FIXTURES / "z2_w2_bf16_tied" / "ckpt"
-    text = " ".join(Read(page(tmp_path, "inspect", path)).text)
-    found = invoke("inspect", path, "--tensors")
-    assert found["verdict"]["sentence"] in text
+    parsed, found = page(tmp_path, "inspect", path), invoke("inspect", path, "--tensors")
+    assert found["verdict"]["sentence"] in parsed.text
+    sizes = {}
     for tensor in found["checkpoint"]["tensors"]:
-        assert tensor["name"] in text
+        assert tensor["name"] in parsed.text
+        sizes[tensor["name"]] = prod(tensor["shape"])
     for alias in zexport.open_checkpoint(path).aliases:
-        assert f"tied: {alias}" in text
+        assert f"tied: {alias}" in parsed.text
+    boxes = [a for tag, a in parsed.tags if tag == "g" and "data-name" in a]
+    rects = [a for tag, a in parsed.tags if tag == "rect" and "x" in a and "y" in a][-len(boxes) :]
+    assert {str(box["data-name"]) for box in boxes} == {*sizes}
+    for box, rect in zip(boxes, rects, strict=True):
+        area = float(str(rect["width"])) * float(str(rect["height"])) / 420_000
+        share = sizes[str(box["data-name"])] / sum(sizes.values())
+        assert area == pytest.approx(share, rel=0.1)
 
 
 def test_hostile_names_are_text(tmp_path: Path) -> None:
     weights = {HOSTILE: torch.zeros(3), "b": torch.tensor([float("nan")])}
     root = save(Model([weights]), Run(2, 1), tmp_path / "run")
-    read = Read(page(tmp_path, "inspect", root, "--stats"))
-    assert "img" not in {tag for tag, _ in read.tags}
+    parsed = page(tmp_path, "inspect", root, "--stats")
+    assert "img" not in {tag for tag, _ in parsed.tags}
     shown = HOSTILE.replace("\x1b", "\\x1b")
-    assert names_of(read) == [shown, "b"]
-    assert shown in "".join(read.text)
-    assert "all zero" in read.text
-    assert "1 NaN" in read.text
+    assert parsed.names() == [shown, "b"]
+    assert all(words in parsed.text for words in (shown, "all zero", "1 NaN"))
 
 
-def test_the_page_of_a_difference_tells_each_tensor_on_the_partitions_of_a(tmp_path: Path) -> None:
+def test_diff_page_shows_all_tensors_and_rank_files_of_a(tmp_path: Path) -> None:
     a, b = (FIXTURES / name / "ckpt" for name in ("z3_w2_bf16_frozen", "z3_w2_bf16"))
-    report = invoke("diff", a, b, "--all")
-    read = Read(page(tmp_path, "diff", a, b))
-    rows = names_of(read)
+    parsed, report = page(tmp_path, "diff", a, b), invoke("diff", a, b, "--all")
+    rows = parsed.names()
     assert rows == [tensor["a_name"] or tensor["b_name"] for tensor in report["tensors"]]
     names = [tensor.name for tensor in zexport.open_checkpoint(a).tensors]
-    assert [rows[row] for row in json.loads(read.data)["rowOf"]] == names
-    assert report["verdict"]["sentence"] in " ".join(read.text)
+    assert [rows[row] for row in json.loads(parsed.data)["rowOf"]] == names
+    assert "63 of 63 tensors differ" in parsed.text
 
 
-def test_the_command_writes_a_page_and_replaces_only_a_page(tmp_path: Path) -> None:
-    checkpoint, page = str(FIXTURES / "z3_w2_bf16" / "ckpt"), tmp_path / "page.html"
+def test_html_replaces_only_an_older_page(tmp_path: Path) -> None:
+    checkpoint, page = FIXTURES / "z3_w2_bf16" / "ckpt", tmp_path / "page.html"
     for _ in range(2):
-        assert not CliRunner().invoke(cli, ["inspect", checkpoint, "--html", str(page)]).exception
+        assert run("inspect", checkpoint, "--html", page).exit_code == 0
     assert "zexport consolidate" in page.read_text()
     thesis = tmp_path / "thesis.html"
     thesis.write_text("<p>mine</p>")
-    ended = CliRunner().invoke(cli, ["diff", checkpoint, checkpoint, "--html", str(thesis)])
-    assert isinstance(ended.exception, OutputError)
-    assert ended.exception.problem == "exists and is no page of zexport"
+    for path in (thesis, checkpoint / "global_step2" / "page.html"):
+        assert isinstance(run("diff", checkpoint, checkpoint, "--html", path).error, OutputError)
     assert thesis.read_text() == "<p>mine</p>"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "thesis.html"]

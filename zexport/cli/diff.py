@@ -1,9 +1,8 @@
-"""``zexport diff``: how two models or checkpoints differ."""
+"""``zexport diff``: compare two models or checkpoints."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -15,11 +14,8 @@ from zexport.cli.options import (
     progress_options,
     storage_option,
 )
-from zexport.cli.streams import put_out
+from zexport.cli.output import print_result
 from zexport.errors import VerificationError
-
-if TYPE_CHECKING:
-    from zexport.diff.diff import DiffReport
 
 
 @click.command(short_help="Compare two models, such as an export and its base, tensor by tensor.")
@@ -28,16 +24,16 @@ if TYPE_CHECKING:
 @click.option(
     "--states",
     is_flag=True,
-    help="Of two ZeRO checkpoints, compare masters and optimizer states also where a model lies "
-    "beside them.",
+    help="Compare fp32 master weights and optimizer states of two ZeRO checkpoints, even if both "
+    "folders also contain a model.",
 )
-@click.option("--all", is_flag=True, help="List every tensor, equal ones too.")
+@click.option("--all", is_flag=True, help="List all tensors, including equal ones.")
 @click.option(
     "--fail-on",
     type=click.Choice(["none", "different", "not-cast-equal"], case_sensitive=False),
     default="none",
     show_default=True,
-    help="End with exit code 7, not 0, if anything differs, or anything but rounding.",
+    help="Exit with 7 if anything differs (different), or more than rounding (not-cast-equal).",
 )
 @html_option
 @jobs_option
@@ -59,43 +55,33 @@ def diff(
 ) -> None:
     """Compare the weights of A and B.
 
-    A and B are model folders, safetensors files, names in the hub's cache, or two ZeRO checkpoints
-    of any stage and number of ranks. A tensor is equal, equal after rounding to a dtype, changed,
-    of another shape, or only in A or B. To compare an export with its checkpoint, use zexport
-    verify --against.
+    A and B are model folders, safetensors files, names in the Hub cache, or two ZeRO checkpoints
+    of any stage and world size. A tensor is equal, equal after rounding to a dtype, changed, of
+    another shape, or only in A or B. To compare an export with its checkpoint, use zexport verify
+    --against.
 
     Example: zexport diff model base
     """
     from zexport.cli.progress import progress_printer
-    from zexport.diff.diff import diff_models
+    from zexport.diff.folders import diff_models
     from zexport.diff.states import are_checkpoints, diff_states
     from zexport.report.diff import diff_json, print_diff
 
-    are_trainings = states or are_checkpoints(a, b)
+    compares_states = states or are_checkpoints(a, b)
     with progress_printer(progress, quiet=quiet) as on_progress:
-        compare = diff_states if are_trainings else diff_models
+        compare = diff_states if compares_states else diff_models
         report = compare(a, b, jobs=jobs, progress=on_progress)
     if html is not None:
-        _write_page(html, report, a if are_trainings else None)
-    put_out(
+        from zexport.checkpoint.open import open_checkpoint
+        from zexport.report.html.diff import diff_page
+        from zexport.report.html.page import write_page
+
+        write_page(html, diff_page(report, open_checkpoint(a) if compares_states else None))
+    print_result(
         lambda: diff_json(report, every=all),
         lambda console: print_diff(console, report, every=all),
         as_json=json,
     )
-    if _fails(report, fail_on):
+    passes = {"none": True, "different": report.is_equal, "not-cast-equal": report.is_cast_equal}
+    if not passes[fail_on]:
         click.get_current_context().exit(VerificationError.exit_code)
-
-
-def _write_page(html: Path, report: DiffReport, a: Path | None) -> None:
-    from zexport.checkpoint.open import open_checkpoint
-    from zexport.report.page.difference import diff_page
-    from zexport.report.page.page import write_page
-
-    write_page(html, diff_page(report, None if a is None else open_checkpoint(a)))
-
-
-def _fails(report: DiffReport, fail_on: str) -> bool:
-    from zexport.diff.verdict import Cause
-
-    accepted = {"different": (Cause.NONE,), "not-cast-equal": (Cause.NONE, Cause.ROUNDING)}
-    return fail_on != "none" and report.verdict.cause not in accepted[fail_on]

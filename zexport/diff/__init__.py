@@ -1,1 +1,1 @@
-"""Two models side by side."""
+"""Compare two models or two checkpoints."""

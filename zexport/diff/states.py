@@ -1,9 +1,8 @@
-"""Two trainings side by side: weights as those of models, every optimizer state by its name."""
+"""Compare two checkpoints: weights, and optimizer states by name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import chain
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -17,27 +16,32 @@ from zexport.checkpoint.state import (
     TrainingState,
     raise_problems,
 )
-from zexport.diff.diff import DiffReport, TensorDiffs, diff_tensors, make_report
-from zexport.diff.folder import ModelWeights, has_rank_files, open_weights
-from zexport.diff.settings import of_trainings
+from zexport.diff.config import compare_training_settings
+from zexport.diff.folders import (
+    DiffReport,
+    Weights,
+    compare_weights,
+    has_rank_files,
+    make_report,
+    open_weights,
+)
 from zexport.errors import layout_of
 from zexport.export.base_model import weights_file
 from zexport.export.plan import SourceFile
-from zexport.export.progress import Progress
-from zexport.options import ExportOptions
-from zexport.resharding.model_files import module_entries
+from zexport.export.report import Progress
 from zexport.resharding.resumable import resumable
-from zexport.resharding.values import records_of, slots_of, source_of
+from zexport.resharding.values import module_entries, records_of, slots_of, source_of
 from zexport.storage.location import place
 
 
-def are_checkpoints(*paths: Path) -> bool:
-    """Whether all are folders with rank files right below them, and not all also hold a model.
+def are_checkpoints(a: Path, b: Path) -> bool:
+    """Return whether both folders contain rank files, and not both contain a model too.
 
-    A file of ZeRO-3's empty placeholders is none.
+    A safetensors file of ZeRO-3 placeholders is not a model.
     """
-    return all(map(has_rank_files, paths)) and not all(
-        weights_file(path) is not None and not open_weights(path).is_hollow for path in paths
+    return all(map(has_rank_files, (a, b))) and not all(
+        weights_file(path) is not None and not open_weights(path).has_placeholders
+        for path in (a, b)
     )
 
 
@@ -55,7 +59,7 @@ def diff_states(
 
     Args:
         a: a checkpoint, at any level of its folders.
-        b: another one, such as what ``reshard`` made of it.
+        b: another checkpoint, such as one that ``reshard`` wrote.
         jobs: worker threads; by default one per core, up to 4.
         progress: called at every step.
 
@@ -63,75 +67,71 @@ def diff_states(
         CheckpointError: a side is not a checkpoint, has problems, or lacks states.
         UnsupportedError: optimizer states cannot be matched by name.
     """
-    jobs = ExportOptions().jobs if jobs is None else jobs
     paths = place(a), place(b)
-    opened = open_checkpoint(paths[0]), open_checkpoint(paths[1])
-    for checkpoint in opened:
-        raise_problems(checkpoint)
-    if any(checkpoint.pruned_files for checkpoint in opened):
-        weights = diff_tensors(*map(_weights_alone, opened), jobs=jobs, progress=progress)
-        return make_report(paths, _without_states(weights, opened), weights)
-    opened = (resumable(opened[0]), resumable(opened[1]))
-    sides = zip(*map(_sides, opened), strict=True)
-    weights, states = (diff_tensors(*pair, jobs=jobs, progress=progress) for pair in sides)
+    opened = [open_checkpoint(path) for path in paths]
+    for state in opened:
+        raise_problems(state)
+    if pruned := [name for name, state in zip("AB", opened, strict=True) if state.pruned_files]:
+        weights = compare_weights(*map(_weights, opened), jobs=jobs, progress=progress)
+        compared = (
+            f"{len(weights.tensors):,} weights in the rank files; optimizer states of "
+            f"{' and '.join(pruned)} were pruned"
+        )
+        return make_report(paths, compared, weights)
+    opened = [resumable(state) for state in opened]
+    (a_weights, a_states), (b_weights, b_states) = map(_weights_and_states, opened)
+    weights = compare_weights(a_weights, b_weights, jobs=jobs, progress=progress)
+    states = compare_weights(a_states, b_states, jobs=jobs, progress=progress)
     compared = (
         f"{len(weights.tensors):,} weights and {len(states.tensors):,} optimizer states in the "
         "rank files"
     )
-    cells = zip(*(state.cells for state in opened), strict=False)
-    settings = dict.fromkeys(chain.from_iterable(of_trainings(*pair) for pair in cells))
-    return make_report(paths, compared, weights, states, settings=tuple(settings))
-
-
-def _weights_alone(checkpoint: TrainingState) -> ModelWeights:
-    """The weights by name, as an export has them in fp32; all that a pruned checkpoint has."""
-    found = {one.name: one for one in checkpoint.tensors}
-    files = tuple(map(SourceFile.of, checkpoint.torch_files))
-    return ModelWeights(checkpoint.location.tag_dir, found, files)
-
-
-def _without_states(weights: TensorDiffs, opened: tuple[TrainingState, TrainingState]) -> str:
-    """What was compared, and of which sides the optimizer's states were removed."""
-    pruned = [side for side, one in zip("AB", opened, strict=True) if one.pruned_files]
-    return (
-        f"{len(weights.tensors):,} weights in the rank files; zexport prune has removed the "
-        f"optimizer's states of {' and '.join(pruned)}"
+    settings = dict.fromkeys(
+        setting
+        for cells in zip(opened[0].cells, opened[1].cells, strict=False)
+        for setting in compare_training_settings(*cells)
     )
+    return make_report(paths, compared, weights, states, settings=settings)
 
 
-def _sides(state: TrainingState) -> tuple[ModelWeights, ModelWeights]:
+def _weights(checkpoint: TrainingState) -> Weights:
+    """Return the weights as an fp32 export has them; a pruned checkpoint has no more."""
+    tensors = {one.name: one for one in checkpoint.tensors}
+    files = tuple(map(SourceFile.of, checkpoint.torch_files))
+    return Weights(checkpoint.location.tag_dir, tensors, files)
+
+
+def _weights_and_states(state: TrainingState) -> tuple[Weights, Weights]:
     """Return the weights by name, and the optimizer states as ``NAME (STATE)``."""
     weights: dict[str, StoredTensor] = {}
     states: dict[str, StoredTensor] = {}
+    folder = state.location.tag_dir
     for cell in state.cells:
-        with layout_of(state.location.tag_dir):
-            named = [*_named(cell)]
-        for name, slot, tensor in named:
-            part = name if len(state.cells) == 1 else f"{cell.label}: {name}"
-            unique = f"{part} ({slot})" if slot else part
-            side = states if slot else weights
-            side[unique] = replace(tensor, name=unique)
+        prefix = "" if len(state.cells) == 1 else f"{cell.label}: "
+        with layout_of(folder):
+            for slot, tensor in _slots(cell):
+                name = f"{prefix}{tensor.name}" + (f" ({slot})" if slot else "")
+                (states if slot else weights)[name] = replace(tensor, name=name)
     opened = (file for cell in (state.whole, *state.cells) for file in cell.files)
     known = {file.path: file for file in (*state.torch_files, *opened)}
-    files, folder = tuple(map(SourceFile.of, known.values())), state.location.tag_dir
-    return ModelWeights(folder, weights, files), ModelWeights(folder, states, files)
+    files = tuple(map(SourceFile.of, known.values()))
+    return Weights(folder, weights, files), Weights(folder, states, files)
 
 
-def _named(cell: Cell) -> Iterator[tuple[str, str, StoredTensor]]:
-    """Yield every tensor with its name and, of an optimizer state, its slot."""
+def _slots(cell: Cell) -> Iterator[tuple[str, StoredTensor]]:
+    """Yield weights with an empty slot, and optimizer states with their slot."""
     trained = set()
     for one in cell.trained():
         trained.add(one.name)
         for slot, dtype in slots_of(one).items():
-            source = source_of(one, slot)
-            tensor = StoredTensor(one.name, one.shape, dtype, one.role, source)
-            yield one.name, "" if slot == MASTER else slot, tensor
+            tensor = StoredTensor(one.name, one.shape, dtype, one.role, source_of(one, slot))
+            yield "" if slot == MASTER else slot, tensor
     file = records_of(cell)[0].file
     for entry in module_entries(cell).values():
         name, ref = entry.owner, entry.ref
         if name in trained:
             continue
         if not entry.is_placeholder:
-            yield name, "", StoredTensor(name, ref.shape, ref.dtype, Role.BUFFER, file.source(ref))
+            yield "", StoredTensor(name, ref.shape, ref.dtype, Role.BUFFER, file.source(ref))
         elif (own := cell.parameters.get(name)) is not None:
-            yield name, "", StoredTensor(name, own.shape, own.dtype, own.role, own.source())
+            yield "", StoredTensor(name, own.shape, own.dtype, own.role, own.source())

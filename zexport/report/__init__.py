@@ -1,1 +1,1 @@
-"""What users see: results as text, as pages, and inspect's JSON, which is no record's own form."""
+"""Results as text, JSON and HTML."""

@@ -1,99 +1,135 @@
-"""How two models differ, as text and as JSON."""
+"""The result of ``zexport diff``, as text and as JSON."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from math import prod
 
-from zexport.diff.tensor import Outcome, TensorDiff
-from zexport.diff.verdict import share, words
-from zexport.report.text import Console, print_facts, print_line, print_rest, print_table, wrapped
+from msgspec.structs import replace
+
+from zexport.diff.folders import DiffReport, ModuleDiff
+from zexport.diff.tensors import Outcome, PairValues, TensorDiff
+from zexport.report.text import Console, plural, print_facts, print_line, print_rest, print_table
 from zexport.storage.json import JsonObject, form_of
 
-if TYPE_CHECKING:
-    from zexport.diff.diff import DiffReport, ModuleDiff
-    from zexport.diff.tensor import PairValues
+SCHEMA = 3
+"""Version of the JSON; increased when a key changes or is removed."""
 
+COLUMNS = ("Result", ">Relative difference", "Type", "Shape", "Details")
 _ROWS_SHOWN = 10
-_WIDTH = 80
-_MODULES_MIN = 2
+_LABELS = {
+    Outcome.EQUAL: "equal",
+    Outcome.SHAPE: "other shape",
+    Outcome.ONLY_IN_A: "only in A",
+    Outcome.ONLY_IN_B: "only in B",
+}
 
 
 def diff_json(report: DiffReport, *, every: bool = False) -> JsonObject:
-    """The report as one JSON object; equal tensors are listed only where ``every`` is asked for."""
-    listed = (t for t in report.tensors if every or t.outcome is not Outcome.EQUAL)
-    return form_of(replace(report, tensors=tuple(listed)))
+    """Return the report as JSON; equal tensors are listed only if ``every`` is true."""
+    listed = (one for one in report.tensors if every or one.outcome is not Outcome.EQUAL)
+    return form_of(replace(report, tensors=tuple(listed))) | {"schema": SCHEMA}
 
 
 def print_diff(console: Console, report: DiffReport, *, every: bool = False) -> None:
-    """The report for people: what is seen, the worst tensors (or every one), and the answer."""
-    sides = (("A", str(report.a)), ("B", str(report.b)), ("Compared", report.compared))
-    print_facts(console, sides)
-    counted = Counter(map(words, report.tensors))
-    rows = [(said, f"{count:,}") for said, count in counted.items()]
-    print_table(console, ("What is seen", ">Tensors"), rows)
-    listed = [t for t in report.tensors if every or not t.is_alike]
-    shown = listed if every else listed[:_ROWS_SHOWN]
-    if shown:
-        print_line(console)
-    for tensor in shown:
-        print_line(console, f"  {_name(tensor)}")
-        told = ", ".join(_facts(tensor))
-        for line in wrapped(told, _WIDTH, " " * 4, " " * 4):
-            print_line(console, line)
-    print_rest(console, len(listed) - len(shown), "--all")
-    _print_modules(console, report, every=every)
+    """Print the tensors and modules that differ most, settings, and a summary."""
+    print_facts(console, facts(report))
+    alike = () if every else (Outcome.EQUAL, Outcome.CAST_EQUAL)
+    tensors = [(names(one), *cells(one)) for one in report.tensors if one.outcome not in alike]
+    modules = [
+        (one.name, f"{one.unequal:,} of {one.tensors:,}", relative(one))
+        for one in report.modules
+        if one.unequal
+    ]
     settings = [(one.about, one.a, one.b) for one in report.settings]
-    if settings:
-        set_otherwise = settings if every else settings[:_ROWS_SHOWN]
-        print_table(console, ("Set otherwise", "A", "B"), set_otherwise)
+    for columns, rows in (
+        (("Tensor", *COLUMNS), tensors),
+        (("Module", ">Not equal", ">Relative difference"), modules if len(modules) > 1 else []),
+        (("Setting", "A", "B"), settings),
+    ):
+        shown = rows if every else rows[:_ROWS_SHOWN]
+        if shown:
+            print_table(console, columns, shown)
+            print_rest(console, len(rows) - len(shown), "--all")
     print_line(console)
-    for line in wrapped(f"{report.verdict.sentence}.", _WIDTH):
-        print_line(console, line, "bold")
+    print_line(console, f"{summary(report)}.", "bold")
 
 
-def _print_modules(console: Console, report: DiffReport, *, every: bool) -> None:
-    """How far each module moved, where that says more than the tensors do."""
-    moved = [one for one in report.modules if one.unequal]
-    if len(moved) < _MODULES_MIN or all(one.tensors == 1 for one in moved):
-        return
-    shown = moved if every else moved[:_ROWS_SHOWN]
-    rows = [(one.name, f"{one.unequal:,} of {one.tensors:,}", apart(one)) for one in shown]
-    print_table(console, ("Module", ">Differ", ">Apart by"), rows)
-    print_rest(console, len(moved) - len(shown), "--all")
+def facts(report: DiffReport) -> tuple[tuple[str, str], ...]:
+    """Return what was compared, and the number of tensors by result."""
+    counts = Counter(map(label, report.tensors))
+    return (
+        ("A", str(report.a)),
+        ("B", str(report.b)),
+        ("Compared", report.compared),
+        *(
+            (words[0].upper() + words[1:], plural(count, "tensor"))
+            for words, count in counts.items()
+        ),
+    )
 
 
-def apart(one: ModuleDiff | PairValues) -> str:
-    """How far two sides are apart, in parts of their norm."""
-    return "" if one.relative_norm is None else share(one.relative_norm)
+def summary(report: DiffReport) -> str:
+    """Return the result in one sentence, without a full stop."""
+    total, counts = len(report.tensors), report.counts
+    if report.is_equal:
+        return f"No difference in {plural(total, 'tensor')}"
+    if total and counts.only_in_a + counts.only_in_b == total:
+        return "No tensor name in common; merge an adapter before comparing it with a model"
+    parts = [f"{total - counts.equal - counts.cast_equal:,} of {plural(total, 'tensor')} differ"]
+    if counts.cast_equal:
+        parts.append(f"{counts.cast_equal:,} equal after rounding")
+    if report.settings:
+        parts.append(plural(len(report.settings), "different setting"))
+    return ", ".join(parts)
 
 
-def _name(tensor: TensorDiff) -> str:
-    if tensor.a_name and tensor.b_name and tensor.a_name != tensor.b_name:
-        return f"{tensor.a_name} (B: {tensor.b_name})"
-    return tensor.name
+def label(tensor: TensorDiff) -> str:
+    """Return the result for one tensor in a few words."""
+    if tensor.outcome in _LABELS:
+        return _LABELS[tensor.outcome]
+    if (rounding := tensor.rounding) is not None:
+        return f"equal after rounding {rounding.side.upper()} to {rounding.dtype.torch_name}"
+    if (values := tensor.values) is not None:
+        if values.nan_in_one or values.inf_in_one:
+            return "NaN or Inf on one side only"
+        if values.a_is_zero is not values.b_is_zero:
+            return f"all zero in {'A' if values.a_is_zero else 'B'}"
+    return "changed"
 
 
-def _facts(tensor: TensorDiff) -> Iterator[str]:
-    """What is seen of a tensor, and the figures."""
-    yield words(tensor)
-    sides = ((tensor.a_dtype, tensor.a_shape), (tensor.b_dtype, tensor.b_shape))
-    told = [f"{d.value} {list(s)}" for d, s in sides if d is not None and s is not None]
-    if len(set(told)) > 1 or None in (tensor.a_name, tensor.b_name):
-        yield " and ".join(told)
-    if tensor.values is not None and tensor.values.unequal:
-        if tensor.values.relative_norm:
-            yield f"apart by {apart(tensor.values)} of its norm"
-        yield from figures(tensor.values)
+def names(tensor: TensorDiff) -> str:
+    """Return the name, or both if tied weights have different names."""
+    is_same = tensor.b_name in (None, tensor.name)
+    return tensor.name if is_same else f"{tensor.name} (B: {tensor.b_name})"
 
 
-def figures(values: PairValues) -> Iterator[str]:
-    """What is counted and measured of values that differ, beside how far they are apart."""
-    gaps = ((values.nan_in_one, "NaN on one side"), (values.inf_in_one, "Inf on one side"))
-    yield from (f"{count:,} {said}" for count, said in gaps if count)
-    if values.max_abs and values.worst_at is not None:
-        yield f"at most {values.max_abs:.3g} at [{','.join(map(str, values.worst_at))}]"
-    if values.cosine is not None:
-        yield f"cosine {values.cosine:.3g}"
+def relative(one: ModuleDiff | PairValues) -> str:
+    """Return the relative difference in percent; empty if it is unknown."""
+    if one.relative_norm is None:
+        return ""
+    percent = 100 * one.relative_norm
+    return f"{percent:.0f} %" if percent >= 10 else f"{percent:.2g} %"
+
+
+def cells(tensor: TensorDiff) -> tuple[str, ...]:
+    """Return the cells of ``COLUMNS``."""
+    values, details = tensor.values, []
+    if values is not None and values.unequal:
+        if values.nan_in_one:
+            details.append(f"{values.nan_in_one:,} NaN on one side")
+        if values.inf_in_one:
+            details.append(f"{values.inf_in_one:,} Inf on one side")
+        if values.max_abs and values.worst_at is not None:
+            worst_at = ",".join(map(str, values.worst_at))
+            details.append(f"maximum {values.max_abs:.3g} at [{worst_at}]")
+        details.append(f"{values.unequal:,} of {prod(tensor.shape):,} differ")
+    dtypes = (one.value for one in (tensor.a_dtype, tensor.b_dtype) if one is not None)
+    shapes = (str([*one]) for one in (tensor.a_shape, tensor.b_shape) if one is not None)
+    return (
+        label(tensor),
+        "" if values is None else relative(values),
+        " and ".join(dict.fromkeys(dtypes)),
+        " and ".join(dict.fromkeys(shapes)),
+        ", ".join(details),
+    )

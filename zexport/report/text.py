@@ -1,59 +1,48 @@
-"""How numbers are written, and how lines and tables are put on a console.
+"""Numbers, paths, lists and tables as text.
 
-All text goes through ``printable``: names in a checkpoint may hold what a terminal would obey.
+Names from a checkpoint may contain control characters, so all text goes through ``printable``.
 """
 
 from __future__ import annotations
 
 import re
-import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, TypeAlias
+from typing import IO, TYPE_CHECKING
 
+import click
 from msgspec import Struct
 
 from zexport.storage.location import working_folder
 from zexport.text import printable
 
 if TYPE_CHECKING:
-    from rich.console import Console as StyledConsole
-
     from zexport.findings import Finding
 
 _FINDINGS_SHOWN = 20
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
-_STEP = 1000
-_COMMAND = r"(?:(?<=: )|(?<=type ))zexport [a-z]+ .*"
-"""What follows "as in:" or "type"."""
-_UP = r"(?:^|=)((?:\.\./)+)"
-"""How far a word of a command line goes up, or the value of an option."""
+_COMMAND = re.compile(r"\bzexport [a-z]+ .*")
 
 
-class PlainConsole(Struct, frozen=True):
-    """A stream that shows no styles: rich takes longer to begin than a small export."""
+class Console(Struct, frozen=True):
+    """A text stream; ``width`` is that of a terminal, on which text is wrapped and colored."""
 
     stream: IO[str]
-
-    def print(self, text: str) -> None:
-        """Put out one line."""
-        self.stream.write(f"{text}\n")
-
-
-Console: TypeAlias = "PlainConsole | StyledConsole"
+    width: int | None = None
+    has_color: bool = False
 
 
 def size(nbytes: int) -> str:
-    """Bytes as people write them, decimal as on the hub: ``512 B``, ``1.6 GB``."""
+    """Return bytes in decimal units, as on the Hub: ``512 B``, ``1.6 GB``."""
     value, unit = float(nbytes), 0
-    while round(value, 1) >= _STEP and unit < len(_UNITS) - 1:
-        value, unit = value / _STEP, unit + 1
+    while round(value, 1) >= 1000 and unit < len(_UNITS) - 1:
+        value, unit = value / 1000, unit + 1
     return f"{nbytes} B" if unit == 0 else f"{value:.1f} {_UNITS[unit]}"
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people write them: ``0.4 s``, ``42 s``, ``3 min 20 s``, ``1 h 5 min``."""
+    """Return a duration such as ``0.4 s``, ``42 s``, ``3 min 20 s`` or ``1 h 5 min``."""
     whole = round(seconds)
     if whole >= 3600:
         return f"{whole // 3600} h {whole % 3600 // 60} min"
@@ -63,107 +52,86 @@ def duration(seconds: float) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """``1 file``, ``1,024 files``."""
+    """Return ``1 file`` or ``1,024 files``."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
-def print_line(console: Console, text: str = "", style: str = "") -> None:
-    """One line, neither wrapped nor cut."""
-    if isinstance(console, PlainConsole):
-        console.print(printable(text))
-        return
-    from rich.text import Text  # noqa: PLC0415 - without a terminal, nothing needs rich
-
-    console.print(Text(printable(text), style=style), soft_wrap=True)
-
-
 def near(path: Path | str) -> str:
-    """A path as it is typed from here, where it lies below the working folder or what ``..`` is."""
-    for folder, typed in _starts():
-        if Path(path).is_relative_to(folder):
-            return str(Path(typed, Path(path).relative_to(folder)))
-    return str(path)  # an address, too, which a path would have one slash of
-
-
-def _starts() -> Iterator[tuple[Path, str]]:
-    """The folder that paths are typed from, and those above that this command line goes up to."""
+    """Return a path relative to the working directory, if it is in it."""
     here = working_folder()
-    if here is not None:
-        yield here, ""
-        ups = [len(up[1]) // len("../") for word in sys.argv[1:] if (up := re.search(_UP, word))]
-        above = [folder for folder in here.parents if folder != folder.parent]
-        for level, folder in enumerate(above[: max(ups, default=0)], start=1):
-            yield folder, "../" * level
-
-
-def print_text(console: Console, text: str, style: str = "", *, indent: int = 0) -> None:
-    """Words, on a terminal folded to its width; ``indent`` blanks begin all lines but the first.
-
-    In a pipe or a file they stay on one line, where programs find them.
-    """
-    if isinstance(console, PlainConsole) or not console.is_terminal:
-        print_line(console, text, style)
-        return
-    for line in folded(printable(text), console.width, indent):
-        print_line(console, line, style)
-
-
-def folded(text: str, width: int, indent: int = 0) -> list[str]:
-    """A text as lines of a width, the first of which alone begins without blanks.
-
-    No word is broken, and a command at its end, which may be copied, stands on a line of its own.
-    """
-    blanks = " " * indent
-    command = re.search(_COMMAND, text) if len(text) > width else None
-    words, rest = (text, "") if command is None else (text[: command.start()], command[0])
-    lines = wrapped(words, width, "", blanks)
-    return [*lines, f"{blanks}{rest}"] if rest else lines or [""]
-
-
-def wrapped(text: str, width: int, first: str = "", others: str = "") -> list[str]:
-    """A text as lines of a width that begin with blanks; no word is broken."""
-    return textwrap.wrap(
-        text,
-        width,
-        initial_indent=first,
-        subsequent_indent=others,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    is_below = here is not None and Path(path).is_relative_to(here)
+    return str(Path(path).relative_to(here)) if here and is_below else str(path)
 
 
 def near_text(text: str) -> str:
-    """A text whose paths are as they are typed from here, as ``near`` has one."""
-    for folder, typed in _starts():
-        if folder != folder.parent:
-            begin = rf"(?<![\w.~/-]){re.escape(str(folder))}/(?=[^\s/~-])(?!\w+:/)"
-            text = re.sub(begin, typed, text)
-    return text
+    """Return a text whose paths in the working directory are relative."""
+    here = working_folder()
+    if here is None or here == here.parent:
+        return text
+    return re.sub(rf"(?<![\w.~/-]){re.escape(str(here))}/(?=[^\s/~-])(?!\w+:/)", "", text)
+
+
+def print_line(console: Console, text: str = "", style: str = "") -> None:
+    """Print one line; ``style`` is such as ``bold red``."""
+    text = printable(text)
+    if style and console.has_color:
+        color = style.removeprefix("bold").strip() or None
+        text = click.style(text, fg=color, bold=style.startswith("bold"))
+    console.stream.write(f"{text}\n")
+
+
+def print_text(console: Console, text: str, style: str = "", *, indent: int = 0) -> None:
+    """Print words, wrapped on a terminal; lines after the first are indented.
+
+    A command at the end, which may be copied, is not wrapped.
+    """
+    text = printable(text)
+    if console.width is None or len(text) <= console.width:
+        print_line(console, text, style)
+        return
+    command = _COMMAND.search(text)
+    words, rest = (text[: command.start()], command[0]) if command else (text, "")
+    blanks = " " * indent
+    for line in textwrap.wrap(
+        words,
+        console.width,
+        subsequent_indent=blanks,
+        break_long_words=False,
+        break_on_hyphens=False,
+    ):
+        print_line(console, line, style)
+    if rest:
+        print_line(console, blanks + rest, style)
 
 
 def print_list(
-    console: Console, title: str, items: Iterable[str], style: str = "", *, is_first: bool = False
+    console: Console,
+    title: str,
+    items: Iterable[str],
+    style: str = "bold",
+    *,
+    is_first: bool = False,
 ) -> None:
-    """A title and its items, one a line, after an empty one; nothing at all for no items."""
+    """Print an empty line, a title, and its items; nothing if there are no items."""
     items = tuple(items)
-    if items and not is_first:
+    if not items:
+        return
+    if not is_first:
         print_line(console)
-    if items:
-        print_line(console, title, style or "bold")
+    print_line(console, title, style)
     for item in items:
         print_text(console, f"  - {item}", indent=4)
 
 
-def print_rest(console: Console, hidden: int, option: str, what: str = "more") -> None:
-    """That there is more than what is shown, if there is, and which option lists all of it."""
+def print_rest(console: Console, hidden: int, option: str, noun: str = "more") -> None:
+    """Print how many rows are hidden, and the option that lists all."""
     if hidden > 0:
-        print_line(console, f"  and {hidden:,} {what}; {option} lists all of them")
+        print_line(console, f"  and {hidden:,} {noun}; {option} lists all of them")
 
 
 def print_findings(
     console: Console, title: str, findings: Sequence[Finding], *, is_first: bool = False
 ) -> None:
-    """A line for each finding; after twenty, how many more there are."""
     lines = []
     for found in findings[:_FINDINGS_SHOWN]:
         where = f"{found.tensor}: " if found.tensor else ""
@@ -176,69 +144,36 @@ def print_findings(
 
 
 def print_facts(console: Console, rows: Iterable[tuple[str, str]]) -> None:
-    """Labels and values in two columns; rows without a value are left out."""
-    told = [(printable(label), value) for label, value in rows if value]
-    width = max((_width(label) for label, _ in told), default=0)
-    for label, value in told:
-        print_text(console, f"  {label}{' ' * (width - _width(label))}  {value}", indent=width + 4)
+    """Print labels and values in two columns, without the rows that have no value."""
+    shown = [(printable(label), value) for label, value in rows if value]
+    width = max((_cells(label) for label, _ in shown), default=0)
+    for label, value in shown:
+        blanks = " " * (width - _cells(label))
+        print_text(console, f"  {label}{blanks}  {value}", indent=width + 4)
 
 
 def print_table(
     console: Console, columns: Sequence[str], rows: Iterable[Sequence[str]], title: str = ""
 ) -> None:
-    """A table after an empty line, in which a name is never cut.
-
-    Where it is too wide for a terminal, the first cell of a row stands above the others. A heading
-    that begins with ``>`` is that of a column of numbers, set to the right.
-    """
+    """Print an empty line and a table; a heading ``>Size`` aligns its column to the right."""
     print_line(console)
     if title:
         print_line(console, title, "bold")
     heads = [name.removeprefix(">") for name in columns]
-    sides = "".join(">" if name.startswith(">") else "<" for name in columns)
-    width = None
-    if not isinstance(console, PlainConsole) and console.is_terminal:
-        width = console.width
-    shown = [[printable(cell) for cell in row] for row in (heads, *rows)]
-    style = "dim"
-    for lines in _laid_out(shown, sides, width):
-        for line in lines:
-            print_line(console, line, style)
-        style = ""
+    table = [[printable(cell) for cell in row] for row in (heads, *rows)]
+    widths = [max(map(_cells, column)) for column in zip(*table, strict=True)]
+    for row in table:
+        line = ""
+        for cell, name, width in zip(row, columns, widths, strict=True):
+            blanks = " " * (width - _cells(cell))
+            line += "  " + (blanks + cell if name.startswith(">") else cell + blanks)
+        print_line(console, line.rstrip())
 
 
-def _laid_out(
-    rows: Sequence[Sequence[str]], sides: str, width: int | None, indent: int = 2
-) -> list[list[str]]:
-    """The lines of each row, columns under one another; rich's own table would cut long cells.
-
-    It is one line where all of them fit into the width, if there is one.
-    """
-    widths = [max(map(_width, column)) for column in zip(*rows, strict=True)]
-    blanks = " " * indent
-    if width is None or len(sides) == 1 or indent + sum(widths) + 2 * len(widths) - 2 <= width:
-        return [[blanks + _aligned(row, sides, widths)] for row in rows]
-    below = _laid_out([row[1:] for row in rows], sides[1:], width, indent + 2)
-    before = ["", *(row[0] for row in rows)]
-    return [
-        ([blanks + (row[0] or "-")] if row[0] != last else [])
-        + [line for line in rest if line.strip()]
-        for last, row, rest in zip(before, rows, below, strict=False)
-    ]
-
-
-def _aligned(row: Sequence[str], sides: str, widths: Sequence[int]) -> str:
-    cells = []
-    for cell, side, width in zip(row, sides, widths, strict=True):
-        blanks = " " * (width - _width(cell))
-        cells.append(blanks + cell if side == ">" else cell + blanks)
-    return "  ".join(cells).rstrip()
-
-
-def _width(cell: str) -> int:
-    """Columns of a terminal that a text takes."""
-    if cell.isascii():
-        return len(cell)
+def _cells(text: str) -> int:
+    """Return how many columns of a terminal a text needs."""
+    if text.isascii():
+        return len(text)
     from rich.cells import cell_len  # noqa: PLC0415 - few names need it
 
-    return cell_len(cell)
+    return cell_len(text)

@@ -21,8 +21,7 @@
     return made;
   };
 
-  // The table: as many rows as can be looked at; the filter finds the others.
-  byId("alike")?.remove();
+  // The table shows a few hundred rows; the filter finds the others.
   const columns = [...table.tHead.rows[0].cells];
   const row = (number) => {
     const line = element("tr", undefined, number === chosen ? "chosen" : "");
@@ -53,7 +52,7 @@
   };
   columns.forEach((head, column) => head.addEventListener("click", () => sort(column)));
 
-  // One tensor: its cells, and where its bytes lie.
+  // One tensor: its cells, and the byte ranges in rank files.
   const places = (number) => {
     const found = [];
     (data.strips ?? []).forEach(([file, offset, cut]) => {
@@ -82,7 +81,7 @@
     fill();
   };
 
-  // The pictures: a box filters, a piece of a strip opens its tensor.
+  // Pictures: a box filters the table, a piece of a strip opens its tensor.
   byId("tree")?.addEventListener("click", (event) => {
     const box = event.target.closest("g[data-name]");
     if (!box) return;

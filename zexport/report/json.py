@@ -1,18 +1,52 @@
-"""An inspection as JSON: every key that a program may rely on."""
+"""Errors and inspections as JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zexport.checkpoint.state import CheckpointFile, Role, TrainingState
-from zexport.inspect.inspect import Inspection, Outcome
-from zexport.ranges.dtypes import DType
-from zexport.report.failure import Told
-from zexport.storage.json import JsonObject, form_of, values_of
+from msgspec import Struct
+
+from zexport.errors import ZexportError
+from zexport.storage.json import JsonObject, Natural, form_of, values_of
 
 if TYPE_CHECKING:
+    from zexport.checkpoint.state import CheckpointFile, TrainingState
     from zexport.inspect.statistics import TensorStatistics
+    from zexport.inspect.summary import Inspection
+
+
+class ErrorInfo(Struct, frozen=True):
+    """An error.
+
+    Attributes:
+        code: exit code of the command.
+        kind: stable word for programs; docs/errors.md lists all.
+        path: the file or folder at fault.
+        message: path, problem, found and expected, hint.
+        hint: what to do; may be empty.
+    """
+
+    code: Natural
+    kind: str
+    path: Path | None
+    message: str
+    hint: str
+
+    @classmethod
+    def of(cls, error: ZexportError) -> ErrorInfo:
+        return cls(error.exit_code, error.kind, error.path, error.sentence(), error.hint)
+
+
+class Failure(Struct, frozen=True):
+    """Why a command failed.
+
+    Attributes:
+        error: the error.
+    """
+
+    error: ErrorInfo
 
 
 def inspection_json(
@@ -21,16 +55,12 @@ def inspection_json(
     tensors: bool = False,
     statistics: Sequence[TensorStatistics] | None = None,
 ) -> JsonObject:
-    """The inspection as one JSON object.
+    """Return the inspection as one JSON object.
 
-    Keys that are always there: ``schema``, ``path``, ``verdict`` (``outcome``, ``exportable``,
-    ``sentence``, ``next_step``), ``tags``, ``checkpoint``, ``problems``. ``checkpoint`` is null
-    where nothing says which one is meant; otherwise it holds all that the text shows, in bytes. Its
-    ``tensors`` is there with ``tensors`` or ``statistics``, a tensor's ``statistics`` with the
-    latter; numbers that are not known are null.
+    ``checkpoint`` is null if it is ambiguous. It has ``tensors`` if ``tensors`` or ``statistics``
+    are given. Unknown numbers are null.
     """
-    verdict = inspection.verdict
-    checkpoint = inspection.checkpoint
+    verdict, checkpoint = inspection.verdict, inspection.checkpoint
     content = None
     if checkpoint is not None:
         content = _checkpoint(inspection, checkpoint)
@@ -41,18 +71,21 @@ def inspection_json(
             "path": str(inspection.path),
             "verdict": {
                 "outcome": verdict.outcome.value,
-                "exportable": verdict.outcome is Outcome.EXPORTABLE,
+                "exportable": verdict.outcome.value == "exportable",
                 "sentence": verdict.sentence,
                 "next_step": verdict.next_step,
             },
             "tags": [values_of(tag) for tag in inspection.tags],
             "checkpoint": content,
-            "problems": [values_of(Told.of(problem)) for problem in inspection.problems],
+            "problems": [values_of(ErrorInfo.of(problem)) for problem in inspection.problems],
         }
     )
 
 
 def _checkpoint(inspection: Inspection, checkpoint: TrainingState) -> JsonObject:
+    from zexport.checkpoint.state import Role  # noqa: PLC0415 - errors do not need it
+    from zexport.ranges.dtypes import DType  # noqa: PLC0415
+
     location, parallelism = checkpoint.location, checkpoint.parallelism
     counts = inspection.counts()
     return {
@@ -94,8 +127,8 @@ def _checkpoint(inspection: Inspection, checkpoint: TrainingState) -> JsonObject
         "missing": {
             "optimizer_ranks": list(checkpoint.missing_ranks),
             "model_ranks": list(checkpoint.missing_model_ranks),
-            "files": list(inspection.missing_files()),
-            "sidecars": list(inspection.missing_sidecars),
+            "files": list(inspection.missing_files),
+            "sidecars": list(inspection.missing_model_files),
         },
         "weight_files": [values_of(file) for file in inspection.weight_files],
         "warnings": [*checkpoint.newer, *checkpoint.warnings],
@@ -110,17 +143,17 @@ def _file(file: CheckpointFile) -> JsonObject:
         "rank": file.rank,
         "nbytes": file.nbytes,
         "needed": file.needed,
-        "unknown_globals": [str(known) for known in file.unknown_globals],
+        "unknown_globals": [str(one) for one in file.unknown_globals],
     }
 
 
 def _tensors(
     checkpoint: TrainingState, statistics: Sequence[TensorStatistics] | None
 ) -> Iterator[JsonObject]:
-    """Every tensor; its statistics are ``None`` where its values are not all there."""
-    found = {entry.name: entry for entry in statistics or ()}
+    """Yield every tensor; ``statistics`` is null if files with its values are missing."""
+    found = {one.name: one for one in statistics or ()}
     for tensor in checkpoint.tensors:
-        told: JsonObject = {
+        entry: JsonObject = {
             "name": tensor.name,
             "role": tensor.role.value,
             "dtype": tensor.dtype.torch_name,
@@ -128,7 +161,6 @@ def _tensors(
             "numel": tensor.numel,
         }
         if statistics is not None:
-            entry = found.get(tensor.name)
-            numbers = None if entry is None else values_of(entry)
-            told["statistics"] = numbers and {k: v for k, v in numbers.items() if k != "name"}
-        yield told
+            values = values_of(found[tensor.name]) if tensor.name in found else None
+            entry["statistics"] = values and {k: v for k, v in values.items() if k != "name"}
+        yield entry

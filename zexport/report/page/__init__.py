@@ -1,1 +1,0 @@
-"""Results as a page to look at: one file that needs no network."""
