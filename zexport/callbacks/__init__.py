@@ -1,4 +1,4 @@
-"""Exports that the training itself starts: callbacks for transformers' Trainer and Lightning's."""
+"""Start exports from the training script: callbacks for transformers and Lightning."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 __all__ = ["ExportCallback", "LightningExportCallback"]
 
-# A framework is imported when its own callback is asked for, and no other.
-_HOMES = {"ExportCallback": "trainer", "LightningExportCallback": "lightning"}
+_MODULES = {"ExportCallback": "trainer", "LightningExportCallback": "lightning"}
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    """Import only the framework whose callback is used."""
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from zexport.callbacks.exports import Exports
+from zexport.callbacks.process import Exports
 
 if "pytorch_lightning" in sys.modules and "lightning" not in sys.modules:
     from pytorch_lightning import Callback
@@ -15,18 +15,15 @@ else:
 
 
 class LightningExportCallback(Exports, Callback):
-    """Exports every checkpoint that ``ModelCheckpoint`` saves; else as ``ExportCallback``."""
+    """Export every checkpoint that ``ModelCheckpoint`` saves; see ``ExportCallback``."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """Start the process that looks for what is saved."""
         self._begin(trainer)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:  # noqa: ARG002
-        """See that the process is there, which finds what is saved; start it again if not."""
         self._begin(trainer)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
-        """Wait for what is left: here, or at the end of one process of several."""
         if stage == "fit" and trainer.is_global_zero:
             self.end(trainer.world_size)
 

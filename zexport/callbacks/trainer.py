@@ -1,48 +1,42 @@
-"""The callback for transformers' Trainer, and for all that is made of it."""
+"""The callback for transformers' Trainer, and for everything built on it."""
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
 
-from zexport.callbacks.exports import Exports
-
-_LOG = logging.getLogger("zexport.callbacks")
+from zexport.callbacks.process import LOG, Exports
 
 
 class ExportCallback(Exports, TrainerCallback):
-    """Exports every checkpoint that a Trainer saves, in a process of its own at low priority.
+    """Export every checkpoint that a Trainer saves, in a low-priority process.
 
     ``Trainer(..., callbacks=[ExportCallback("models", dtype="bf16")])``; TRL, Axolotl and
-    LLaMA-Factory take callbacks in the same way. Saving waits for nothing, a failure is logged and
-    never raised, and the end of rank 0's process waits for the last export; ``collect`` waits where
-    it is called. Its arguments are those of ``Exports``.
+    LLaMA-Factory accept callbacks, too. Saving does not wait. Failures are logged, never raised.
+    The exit of rank 0 waits for the last export; call ``collect`` to wait earlier. Arguments are
+    those of ``Exports``.
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
-        """Start the process that looks for what is saved."""
-        if state.is_world_process_zero and _is_spread(args):
-            _LOG.warning("nothing is exported: each node keeps its own part of a checkpoint")
+        if state.is_world_process_zero and _is_node_local(args):
+            LOG.warning("nothing is exported: each node keeps only its part of a checkpoint")
         elif state.is_world_process_zero:
             self.begin(Path(args.output_dir))
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
-        """See that the process is there, which finds what was saved; start it again if not."""
-        if state.is_world_process_zero and not _is_spread(args):
+        if state.is_world_process_zero and not _is_node_local(args):
             self.begin(Path(args.output_dir))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
-        """Wait for what is left: here, or at the end of one process of several."""
         if state.is_world_process_zero:
             self.end(args.world_size)
 
 
-def _is_spread(args: Any) -> bool:
-    """Whether several nodes each keep a part of every checkpoint, of which this one has its own.
+def _is_node_local(args: Any) -> bool:
+    """Whether each of several nodes keeps only its part of every checkpoint.
 
     Source: transformers 5.23, ``training_args.py`` (``save_on_each_node``); DeepSpeed 0.19,
     ``runtime/config.py`` (``use_node_local_storage``).

@@ -1,4 +1,4 @@
-"""``zexport watch``: every checkpoint of a run exported while the training goes on."""
+"""``zexport watch``: export every checkpoint of a run during training."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import json as json_text
 import os
 import select
 import sys
-from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -24,41 +23,39 @@ from zexport.cli.options import (
     together,
     verify_option,
 )
+from zexport.errors import UsageError
 from zexport.storage.files import exists
 
-if TYPE_CHECKING:
-    from zexport.monitor.events import WatchEvent
-
-
 _watch_options = together(
-    click.option("--once", is_flag=True, help="Export what is complete, and end; for cron."),
+    click.option("--once", is_flag=True, help="Scan once and exit, for cron."),
     click.option(
         "--until-eof",
         is_flag=True,
-        help="End when standard input does, once what is left is exported; for a parent process.",
+        help="When stdin ends, export the rest and exit; for a parent process.",
     ),
+    click.option("--dry-run", is_flag=True, help="Print what would be done and why, and exit."),
     click.option(
         "--then",
         metavar="CMD",
         default="",
         help="Run CMD after each export, without a shell. The words {} and {step} become its "
-        "folder and its step.",
+        "folder and step.",
     ),
-    number_option("--keep", None, "Keep only the newest N exports."),
-    number_option("--every", 1, "Export only checkpoints of every N steps."),
-    click.option("--newest-only", is_flag=True, help="Skip what a newer checkpoint has overtaken."),
+    number_option("--keep", None, "Keep only the newest N exports of each model."),
+    number_option("--every", 1, "Export only steps divisible by N."),
+    click.option("--newest-only", is_flag=True, help="Skip a checkpoint if a newer is complete."),
     click.option(
         "--interval",
         type=click.FloatRange(0.05),
         metavar="N",
         default=15,
         show_default=True,
-        help="Seconds between two looks at RUN.",
+        help="Seconds between two scans of RUN.",
     ),
 )
 
 
-@click.command(short_help="Export every checkpoint of a run while it trains.")
+@click.command(short_help="Export every checkpoint of a run during training.")
 @click.argument("run", type=PATH)
 @click.argument("outs", type=PATH)
 @_watch_options
@@ -66,88 +63,78 @@ _watch_options = together(
 @verify_option
 @links_option
 @storage_option
-@click.option("--json", is_flag=True, help="Print one JSON object a line on stdout.")
-@click.option("-q", "--quiet", is_flag=True, help="Tell of failures and warnings alone.")
+@click.option("--json", is_flag=True, help="Print one JSON object per line on stdout.")
+@click.option("-q", "--quiet", is_flag=True, help="Print only failures and warnings.")
 def watch(
     *,
     run: Path,
     outs: Path,
     interval: float,
     until_eof: bool,
+    dry_run: bool,
     verify: str,
     follow_symlinks: bool,
     json: bool,
     quiet: bool,
     **given: Any,
 ) -> None:
-    """Export every checkpoint of the run in RUN to OUTS, under its own name, once it is complete.
+    """Export every checkpoint of the run in RUN to OUTS, once it is complete.
 
-    It looks at RUN every --interval seconds until it is ended by Ctrl-C or SIGTERM, and goes on
-    where it was when it is started again. Checkpoints that wait for their export are kept, even if
-    the run removes them meanwhile; nothing is written into RUN. With --once the exit code is the
-    worst of all.
+    Each export has the name of its checkpoint. RUN is scanned every --interval seconds until Ctrl-C
+    or SIGTERM; the next start continues. Hard links keep waiting checkpoints, even if the run
+    deletes them; nothing is written into RUN. The exit code with --once is that of the worst
+    export.
 
     Example: zexport watch run models --dtype bf16 --keep 3
     """
-    from zexport.checkpoint.resolve import list_run_checkpoints, list_tags
-    from zexport.monitor import watch as beside
-    from zexport.monitor.choices import WatchOptions
+    from zexport.monitor import watch as monitor
+    from zexport.monitor.policy import WatchOptions
+    from zexport.monitor.snapshot import is_run
+    from zexport.report.monitor import print_event, print_preview
+    from zexport.report.text import Console
 
-    gc.enable()  # unlike other commands it lives for days
+    gc.enable()  # unlike other commands, it runs for days
     given["interval_s"] = interval
-    asked = WatchOptions(**{n: given.pop(n) for n in WatchOptions.__dataclass_fields__})
-    events = beside.watch(
+    options = WatchOptions(**{n: given.pop(n) for n in WatchOptions.__dataclass_fields__})
+    export = options_of(**given)
+    console = Console(sys.stdout)
+    if dry_run:
+        if json:
+            raise UsageError("--dry-run prints only text", hint="Omit --json")
+        preview = monitor.preview(run, outs, options, export, follow_symlinks=follow_symlinks)
+        print_preview(console, *preview)
+        return
+    events = monitor.watch(
         run,
         outs,
-        asked,
-        options_of(**given),
+        options,
+        export,
         follow_symlinks=follow_symlinks,
         verify=verify,
-        is_over=_end_of_input() if until_eof else lambda: False,
+        is_over=_has_stdin_ended if until_eof else lambda: False,
     )
-    if not (asked.once or until_eof or quiet):
-        _begin(run, outs)
-    with closing(events):  # an interrupt may come while one is told
-        codes = [event.code for event in _told(events, json=json, quiet=quiet)]
-    if asked.once and not (codes or quiet):
-        is_run = bool(list_tags(run) or list_run_checkpoints(run))
-        click.echo(f"{'Nothing new' if is_run else 'No ZeRO checkpoint'} in {run}.", err=True)
-    click.get_current_context().exit(max(codes, default=0))
+    if not (options.once or until_eof or quiet):
+        absent = "" if exists(run) else ", which does not exist yet"
+        click.echo(f"Watching {run}{absent}; exports go to {outs}. Ctrl-C ends it.", err=True)
+    worst, is_silent = 0, True
+    with closing(events):  # Ctrl-C may come while one is printed
+        for event in events:
+            worst, is_silent = max(worst, event.code), False
+            if json:
+                click.echo(json_text.dumps(event.to_json(), allow_nan=False))
+            elif event.code or event.warnings or not quiet:
+                print_event(console, event)
+            sys.stdout.flush()
+    if options.once and is_silent and not quiet:
+        click.echo(f"{'Nothing new' if is_run(run) else 'No ZeRO checkpoint'} in {run}.", err=True)
+    click.get_current_context().exit(worst)
 
 
-def _begin(run: Path, outs: Path) -> None:
-    """Say what is watched, and that a run which is not there is waited for."""
-    absent = "" if exists(run) else ", which is not there yet"
-    click.echo(f"Watching {run}{absent}; exports go to {outs}. Ctrl-C ends it.", err=True)
-
-
-def _told(events: Iterator[WatchEvent], *, json: bool, quiet: bool) -> Iterator[WatchEvent]:
-    """The events, each once it is printed."""
-    from zexport.report.monitor import print_event
-    from zexport.report.text import PlainConsole
-
-    warnings: tuple[str, ...] = ()
-    for event in events:
-        if json:
-            click.echo(json_text.dumps(event.to_json(), allow_nan=False))
-        elif event.code or event.warnings or not quiet:
-            print_event(PlainConsole(sys.stdout), event, warnings)
-            warnings = event.warnings or warnings
-        sys.stdout.flush()
-        yield event
-
-
-def _end_of_input() -> Callable[[], bool]:
-    """Whether standard input has ended, or a byte has said so; all else in it is passed over."""
+def _has_stdin_ended() -> bool:
+    """Whether stdin has ended, or its last bytes are the sign of that."""
     from zexport.monitor.jobs import END_OF_INPUT
 
-    is_over = False
-
-    def has_ended() -> bool:
-        nonlocal is_over
-        while not is_over and select.select([0], [], [], 0)[0]:
-            found = os.read(0, 1 << 16)
-            is_over = not found or END_OF_INPUT in found
-        return is_over
-
-    return has_ended
+    if not select.select([0], [], [], 0)[0]:
+        return False
+    found = os.read(0, 1 << 16)
+    return not found or END_OF_INPUT in found

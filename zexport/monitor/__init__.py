@@ -1,1 +1,1 @@
-"""Exports beside a training that goes on: what is complete is found, kept, exported and told."""
+"""Export and prune checkpoints while a run is training."""

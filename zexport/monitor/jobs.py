@@ -1,7 +1,8 @@
-"""What runs beside the training in a process of its own: an export, or the command after it."""
+"""Export and ``--then`` subprocesses, and the watch process that a callback starts."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -12,190 +13,160 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from io import FileIO
+from dataclasses import fields
+from enum import Enum
 from pathlib import Path
 
 import msgspec
 from msgspec import Struct
 
 from zexport.errors import UsageError
-from zexport.report.failure import Failure, Told
+from zexport.monitor.policy import WatchOptions
+from zexport.options import ExportOptions
+from zexport.report.json import ErrorInfo
 from zexport.storage.client import options_in_use
 from zexport.storage.json import decoded
 
 _NICENESS = 10
 _END_S = 20
-"""So long a process may take to end when it is asked to."""
+"""How long a process may take to end after SIGTERM."""
 
 END_OF_INPUT = b"\x04"
-"""What says on standard input that no more comes."""
+"""Sent before stdin is closed: forked children may hold the pipe open."""
 
-_OF_STORAGE = "_STORAGE_OPTION"
-_OPTION = re.compile(rf"ZEXPORT_[A-Z]+_(?!{_OF_STORAGE[1:]}$)")
-"""Variables that set an option of a command: a process of ours gets its options in words alone."""
+NO_ANSWER = "internal"
+"""Kind of error of a process that ended without printing a result."""
+
+_STORAGE_OPTION = "_STORAGE_OPTION"
+_OPTION = re.compile(rf"ZEXPORT_[A-Z]+_(?!{_STORAGE_OPTION[1:]}$)")
+"""Variables that set options: subprocesses of zexport get options only as arguments."""
 
 _OF_A_RANK = re.compile(
     r"RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE|NODE|CROSS)_(RANK|WORLD_SIZE|SIZE)|ROLE_NAME"
     r"|MASTER_(ADDR|PORT)|(TORCHELASTIC|ACCELERATE|OMPI|PMI|PMIX|MV2)_\w+"
     r"|SLURM_(PROCID|LOCALID|NODEID|NTASKS)"
 )
-"""Variables that say which rank of a training a process is: no other process is that.
+"""Variables that make a process a rank of the run.
 
 Source: torch 2.13, ``distributed/elastic/agent/server/local_elastic_agent.py``; accelerate 1.15,
 ``utils/launch.py``, ``state.py``; Lightning 2.6, ``plugins/environments/slurm.py``.
 """
 
-_TERMINAL = (signal.SIGTTIN, signal.SIGTTOU)
-"""With these blocked, a process in the background that asks the terminal fails at once."""
-
 _PLACES = ("{}", "{step}")
-
 _TAIL = 2000
-"""So many characters of a complaint are told."""
+"""How many characters of stderr are reported."""
 
-_READ_NBYTES = 1 << 20
+_ARGUMENTS = {
+    "max_shard_nbytes": "--max-shard-size",
+    "max_memory_nbytes": "--max-memory",
+    "renames": "--rename",
+    "interval_s": "--interval",
+}
 
 
 class Job:
-    """A process at low priority, which no Ctrl-C reaches; it ends with ``end`` at the latest."""
+    """A low-priority process in its own group, which Ctrl-C does not reach."""
 
     def __init__(
-        self,
-        words: Sequence[str],
-        *,
-        is_heard: bool,
-        is_of_training: bool = False,
+        self, words: Sequence[str], environment: dict[str, str], **streams: int | None
     ) -> None:
-        """Start it; its output is kept, unless it ``is_heard`` on stderr, as the user's command is.
-
-        One that a training starts has an input, which ends when ``no_more`` is called, or this
-        process is gone; it is no rank as this process is, and commands that it starts may use GPUs.
-        """
-        self._out = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - ``end`` closes both
-        self._err = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
-        environment = {k: v for k, v in os.environ.items() if is_heard or not _OPTION.match(k)}
-        if is_of_training:
-            environment = {k: v for k, v in environment.items() if not _OF_A_RANK.fullmatch(k)}
-        elif not is_heard:
-            environment["CUDA_VISIBLE_DEVICES"] = ""
-        if settings := "".join(f"{key}={value}\n" for key, value in options_in_use().items()):
-            # not as words, which anybody may read
-            ours = ("CONSOLIDATE", "WATCH")
-            environment |= {f"ZEXPORT_{one}{_OF_STORAGE}": settings for one in ours}
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _TERMINAL)
-        try:
-            self._process = subprocess.Popen(  # noqa: S603 - ours, or the user's own command
-                words,
-                stdin=subprocess.PIPE if is_of_training else subprocess.DEVNULL,
-                stdout=2 if is_heard else self._out,
-                stderr=2 if is_heard else self._err,
-                env=environment,
-                process_group=0,  # of this session: niceness counts within one alone (autogroup)
-            )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        self._heard = self._complained = 0
-        with suppress(OSError):  # it has ended already
+        """Start it; its output is kept in files unless ``streams`` differ."""
+        self._out = tempfile.TemporaryFile()  # noqa: SIM115 - ``end`` closes both
+        self._err = tempfile.TemporaryFile()  # noqa: SIM115
+        kept = {"stdin": subprocess.DEVNULL, "stdout": self._out, "stderr": self._err}
+        self._process: subprocess.Popen[bytes] = subprocess.Popen(  # noqa: S603 - zexport, or the user's own command
+            words,
+            env=environment,
+            process_group=0,  # not a session: niceness counts within one only (autogroup)
+            **kept | streams,  # type: ignore[call-overload]
+        )
+        self._nbytes_read = 0
+        with suppress(OSError):  # it has ended
             os.setpriority(os.PRIO_PROCESS, self._process.pid, _NICENESS)
 
     def wait(self, seconds: float) -> int | None:
-        """Its exit code, as soon as it has ended; ``None`` where that takes longer."""
+        """Return the exit code; ``None`` if it runs longer than ``seconds``."""
         try:
             return self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             return None
 
-    def no_more(self) -> None:
-        """End its standard input, and say so: children that were forked may hold it open."""
+    def close_input(self) -> None:
         stdin = self._process.stdin
         if stdin is not None and not stdin.closed:
-            with suppress(BrokenPipeError):  # it has ended already
+            with suppress(BrokenPipeError), stdin:  # it has ended
                 stdin.write(END_OF_INPUT)
-            with suppress(BrokenPipeError):
-                stdin.close()
-
-    def output(self) -> tuple[str, str]:
-        """What it wrote to stdout, and the end of what it wrote to stderr."""
-        return _read(self._out, 0), self.complaint()
-
-    def complaint(self) -> str:
-        """The end of what it has written to stderr since this was asked before."""
-        size = os.fstat(self._err.fileno()).st_size
-        last = size - 4 * _TAIL  # a command may have written gigabytes
-        begin = max(self._complained, last)
-        said = _read(self._err, begin)
-        self._complained = begin + len(said.encode(errors="surrogateescape"))
-        return said[-_TAIL:]
 
     def lines(self) -> list[str]:
-        """The lines that it has written to stdout since this was asked before."""
-        news, _, _ = _read(self._out, self._heard).rpartition("\n")
-        self._heard += len(news.encode(errors="surrogateescape")) + bool(news)
-        return news.splitlines()
+        """Return the lines that it wrote to stdout since the last call."""
+        text, _, _ = _read(self._out.fileno(), self._nbytes_read).rpartition("\n")
+        self._nbytes_read += len(text.encode(errors="surrogateescape")) + bool(text)
+        return text.splitlines()
+
+    def stderr_tail(self) -> str:
+        nbytes = os.fstat(self._err.fileno()).st_size
+        return _read(self._err.fileno(), max(0, nbytes - 4 * _TAIL))[-_TAIL:].strip()
 
     def end(self) -> None:
-        """Have the process end, and all that it has started, if it has not."""
+        """End the process and everything that it started."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             if self.wait(0) is None:
                 with suppress(ProcessLookupError):
                     os.killpg(self._process.pid, number)
                 self.wait(_END_S)
-        self.no_more()
+        self.close_input()
         self._out.close()
         self._err.close()
 
 
-UNTOLD = "internal"
-"""The kind of error of a process that ended without a word."""
+def _read(descriptor: int, begin: int) -> str:
+    """Return a file from an offset; its process continues to write at its own."""
+    nbytes = os.fstat(descriptor).st_size - begin
+    return os.pread(descriptor, nbytes, begin).decode(errors="surrogateescape")
 
 
-def _read(file: FileIO, begin: int) -> str:
-    """What a file holds from a place on; its process goes on writing where it is."""
-    content = b""
-    while data := os.pread(file.fileno(), _READ_NBYTES, begin + len(content)):
-        content += data
-    return content.decode(errors="surrogateescape")
-
-
-class Exported(Struct, frozen=True):
-    """What an export in its own process told.
-
-    Attributes:
-        warnings: what should be known before it is used.
-        error: why there is none.
-    """
+class ExportResult(Struct, frozen=True):
+    """Warnings of an export process, or its error."""
 
     warnings: tuple[str, ...] = ()
-    error: Told | None = None
+    error: ErrorInfo | None = None
 
 
-def start_export(checkpoint: Path, out_dir: Path, words: Sequence[str]) -> Job:
-    """An export as ``zexport consolidate`` makes it, with its options in words."""
-    return _ours("consolidate", str(checkpoint), str(out_dir), *words, "--quiet")
+def result_of(job: Job, code: int, links: Path, run: Path) -> ExportResult:
+    """Return what an export process that has ended printed, with paths in the run, not links."""
+    was, now = (json.dumps(str(path))[1:-1] for path in (links, run))
+    with suppress(ValueError, msgspec.ValidationError):  # it was killed while it printed
+        return decoded("".join(job.lines()).replace(was, now), ExportResult)
+    last = job.stderr_tail().rpartition("\n")[2]
+    message = f"the process ended with code {code}" + (f": {last}" if last else "")
+    return ExportResult(error=ErrorInfo(max(code, 1), NO_ANSWER, None, message, ""))
+
+
+def start_export(checkpoint: Path, out: Path, words: Sequence[str]) -> Job:
+    """Start ``zexport consolidate``, without GPUs."""
+    line = _own_command("consolidate", str(checkpoint), str(out), *words, "--quiet")
+    return Job(line, _own_environment() | {"CUDA_VISIBLE_DEVICES": ""})
 
 
 def start_watch(run: Path, outs: Path, words: Sequence[str]) -> Job:
-    """What ``zexport watch`` does until ``no_more`` is called; commands after it may use GPUs."""
-    given = ("watch", str(run), str(outs), *words, "--until-eof")
-    return _ours(*given, is_of_training=True)
+    """Start ``zexport watch`` until ``close_input``; its commands see the GPUs, but are no rank."""
+    environment = {k: v for k, v in _own_environment().items() if not _OF_A_RANK.fullmatch(k)}
+    line = _own_command("watch", str(run), str(outs), *words, "--until-eof")
+    return Job(line, environment, stdin=subprocess.PIPE)
 
 
-def _ours(*words: str, is_of_training: bool = False) -> Job:
-    # -P: the working folder may be the run's, and nothing is imported from there
-    program = (sys.executable, "-P", "-m", "zexport")
-    return Job((*program, *words, "--json"), is_heard=False, is_of_training=is_of_training)
+def _own_command(*words: str) -> tuple[str, ...]:
+    # -P: nothing is imported from the working directory
+    return (sys.executable, "-P", "-m", "zexport", *words, "--json")
 
 
-def told_by(job: Job, code: int) -> Exported:
-    """What an export that has ended told; one that told no reason was ended from outside."""
-    out, err = job.output()
-    if code == 0:
-        return decoded(out, Exported)
-    with suppress(ValueError, msgspec.ValidationError):  # it was killed before, or after, it told
-        return Exported(error=decoded(out, Failure).error)
-    last = err.strip().rpartition("\n")[2]
-    said = f"its process ended with code {code}" + (f": {last}" if last else "")
-    return Exported(error=Told(max(code, 1), UNTOLD, None, said, ""))
+def _own_environment() -> dict[str, str]:
+    """Return the environment with storage options, which must not be visible as arguments."""
+    environment = {k: v for k, v in os.environ.items() if not _OPTION.match(k)}
+    if settings := "".join(f"{key}={value}\n" for key, value in options_in_use().items()):
+        for command in ("CONSOLIDATE", "WATCH"):
+            environment[f"ZEXPORT_{command}{_STORAGE_OPTION}"] = settings
+    return environment
 
 
 def split_command(command: str) -> list[str]:
@@ -224,7 +195,32 @@ def split_command(command: str) -> list[str]:
     return words
 
 
-def start_command(words: Sequence[str], out_dir: Path, step: int | None) -> Job:
+def start_command(words: Sequence[str], out: Path, step: int | None) -> Job:
     """Start the command after an export: ``{}`` is its folder, ``{step}`` its step."""
-    values = {"{}": str(out_dir), "{step}": "" if step is None else str(step)}
-    return Job([values.get(word, word) for word in words], is_heard=True)
+    values = {"{}": str(out), "{step}": "" if step is None else str(step)}
+    given = [values.get(word, word) for word in words]
+    return Job(given, dict(os.environ), stdout=2, stderr=2)
+
+
+def arguments_of(options: ExportOptions | WatchOptions) -> tuple[str, ...]:
+    """Return the command-line arguments that set these options; defaults are omitted.
+
+    Raises:
+        UsageError: no argument can set an option.
+    """
+    defaults, words = type(options)(), list[str]()
+    for name in (one.name for one in fields(options)):
+        value = getattr(options, name)
+        if value == getattr(defaults, name):
+            continue
+        if name == "hub_layout" or (name == "renames" and any("=" in old for old, _ in value)):
+            raise UsageError(f"{name} cannot be set on the command line", found=value)
+        option = _ARGUMENTS.get(name, f"--{name.replace('_', '-')}")
+        items = sorted(value, key=str) if isinstance(value, frozenset) else value
+        for item in items if isinstance(items, list | tuple) else (items,):
+            words.append(option)
+            if isinstance(item, tuple):
+                words.append("=".join(item))
+            elif item is not True:
+                words.append(str(item.value if isinstance(item, Enum) else item))
+    return tuple(words)

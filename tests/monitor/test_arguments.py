@@ -1,4 +1,4 @@
-"""Options of an export in the words that its command takes for them."""
+"""A watch passes every export option to ``zexport consolidate``."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from zexport import (
     FindingKind,
     NameLayout,
     UsageError,
+    WatchOptions,
+    watch,
 )
 from zexport.cli.consolidate import consolidate
 from zexport.cli.options import options_of
-from zexport.monitor.command_line import words_of
+from zexport.monitor.jobs import arguments_of
 
 ALL = ExportOptions(
     dtype=ExportDType.BF16,
@@ -43,25 +45,18 @@ ALL = ExportOptions(
 )
 
 
-def test_the_words_mean_every_option() -> None:
-    usual = ExportOptions()
-    unsaid = {f.name for f in fields(ALL) if getattr(ALL, f.name) == getattr(usual, f.name)}
-    assert unsaid == {"hub_layout"}
-    words = [*words_of(ALL), "checkpoint", "out"]
-    with consolidate.make_context("consolidate", words) as context:
+def test_every_option_has_an_argument() -> None:
+    default = ExportOptions()
+    same = {f.name for f in fields(ALL) if getattr(ALL, f.name) == getattr(default, f.name)}
+    assert same == {"hub_layout"}
+    with consolidate.make_context("consolidate", [*arguments_of(ALL), "ckpt", "out"]) as context:
         given = context.params
     names = {one.name for one in click.Context(consolidate).command.params}
     taken = {f.name for f in fields(ALL)} & names | {"max_shard_size", "max_memory", "rename"}
-    options = options_of(**{name: given[name] for name in taken})
-    assert options == ALL
+    assert options_of(**{name: given[name] for name in taken}) == ALL
 
 
-def test_usual_options_need_no_words() -> None:
-    assert words_of(ExportOptions()) == ()
-
-
-def test_an_option_without_a_word_is_not_lost() -> None:
-    with pytest.raises(UsageError, match="hub_layout"):
-        words_of(ExportOptions(hub_layout="first"))
-    with pytest.raises(UsageError, match="renames"):
-        words_of(ExportOptions(renames=(("a=", "b"),)))
+@pytest.mark.parametrize("options", [{"hub_layout": "first"}, {"renames": (("a=", "b"),)}])
+def test_option_without_an_argument_is_refused(options: dict[str, object], tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be set on the command line"):
+        watch(tmp_path / "run", tmp_path / "outs", WatchOptions(), ExportOptions(**options))  # type: ignore[arg-type]
