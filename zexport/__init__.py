@@ -28,20 +28,17 @@ if TYPE_CHECKING:
     from zexport.api.export import (
         consolidate,
         consolidate_part,
-        finish_export,
         plan_export,
         plan_reshard,
         reshard,
         reshard_part,
-        run_export,
     )
     from zexport.api.verify import verify_export
     from zexport.checkpoint.open import open_checkpoint
     from zexport.checkpoint.state import Role, StoredTensor, TrainingState
-    from zexport.diff.diff import DiffReport, diff_models
+    from zexport.diff.folders import DiffReport, diff_models
     from zexport.diff.states import diff_states
-    from zexport.diff.tensor import Outcome, TensorDiff
-    from zexport.diff.verdict import Cause
+    from zexport.diff.tensors import Outcome, TensorDiff
     from zexport.errors import (
         AmbiguousTagError,
         CheckpointError,
@@ -63,13 +60,11 @@ if TYPE_CHECKING:
         ZexportError,
     )
     from zexport.export.plan import ExportPlan
-    from zexport.export.progress import Progress
-    from zexport.export.report import ExportReport, PartReport
+    from zexport.export.report import ExportReport, PartReport, Progress, VerifyMode
+    from zexport.export.run import finish_export, run_export
     from zexport.export.verify import VerifyReport
-    from zexport.export.write import VerifyMode
     from zexport.findings import Finding, FindingKind
-    from zexport.monitor.choices import WatchOptions
-    from zexport.monitor.events import EventKind, WatchEvent
+    from zexport.monitor.policy import EventKind, WatchEvent, WatchOptions
     from zexport.monitor.prune import PruneReport, prune
     from zexport.monitor.watch import watch
     from zexport.options import (
@@ -88,7 +83,6 @@ if TYPE_CHECKING:
 __all__ = [
     "AdapterMode",
     "AmbiguousTagError",
-    "Cause",
     "CheckMode",
     "CheckpointError",
     "DamagedCheckpointError",
@@ -154,67 +148,34 @@ __version__ = "0.1.0"
 
 # Names are imported when first used, so that `zexport --help` pays for none of them.
 _HOMES = {
-    "api.export": (
-        "consolidate",
-        "consolidate_part",
-        "finish_export",
-        "plan_export",
-        "plan_reshard",
-        "reshard",
-        "reshard_part",
-        "run_export",
-    ),
-    "api.verify": ("verify_export",),
-    "monitor.choices": ("WatchOptions",),
-    "monitor.events": ("EventKind", "WatchEvent"),
-    "monitor.prune": ("PruneReport", "prune"),
-    "monitor.watch": ("watch",),
-    "checkpoint.state": ("Role", "StoredTensor", "TrainingState"),
-    "checkpoint.open": ("open_checkpoint",),
-    "diff.diff": ("DiffReport", "diff_models"),
-    "diff.states": ("diff_states",),
-    "diff.tensor": ("Outcome", "TensorDiff"),
-    "diff.verdict": ("Cause",),
+    "api.export": ("consolidate consolidate_part plan_export plan_reshard reshard reshard_part"),
+    "api.verify": "verify_export",
+    "monitor.policy": "EventKind WatchEvent WatchOptions",
+    "monitor.prune": "PruneReport prune",
+    "monitor.watch": "watch",
+    "checkpoint.state": "Role StoredTensor TrainingState",
+    "checkpoint.open": "open_checkpoint",
+    "diff.folders": "DiffReport diff_models",
+    "diff.states": "diff_states",
+    "diff.tensors": "Outcome TensorDiff",
     "errors": (
-        "AmbiguousTagError",
-        "CheckpointError",
-        "DamagedCheckpointError",
-        "FrozenLeftOutError",
-        "IncompleteCheckpointError",
-        "MemoryLimitError",
-        "MissingExtraError",
-        "NamesMismatchError",
-        "NoSuchTagError",
-        "NotACheckpointError",
-        "OtherTagError",
-        "OutputError",
-        "TrainingError",
-        "UnsafeError",
-        "UnsupportedError",
-        "UsageError",
-        "VerificationError",
-        "ZexportError",
+        "AmbiguousTagError CheckpointError DamagedCheckpointError FrozenLeftOutError "
+        "IncompleteCheckpointError MemoryLimitError MissingExtraError NamesMismatchError "
+        "NoSuchTagError NotACheckpointError OtherTagError OutputError TrainingError "
+        "UnsafeError UnsupportedError UsageError VerificationError ZexportError"
     ),
-    "export.plan": ("ExportPlan",),
-    "export.progress": ("Progress",),
-    "export.report": ("ExportReport", "PartReport"),
-    "export.verify": ("VerifyReport",),
-    "export.write": ("VerifyMode",),
-    "findings": ("Finding", "FindingKind"),
-    "storage.client": ("use_storage_options",),
+    "export.plan": "ExportPlan",
+    "export.report": "ExportReport PartReport Progress VerifyMode",
+    "export.run": "finish_export run_export",
+    "export.verify": "VerifyReport",
+    "findings": "Finding FindingKind",
+    "storage.client": "use_storage_options",
     "options": (
-        "AdapterMode",
-        "CheckMode",
-        "Engine",
-        "ExportDType",
-        "ExportOptions",
-        "NameLayout",
-        "ReshardOptions",
-        "ResumeFormat",
-        "Share",
+        "AdapterMode CheckMode Engine ExportDType ExportOptions NameLayout ReshardOptions "
+        "ResumeFormat Share"
     ),
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> object:

@@ -1,4 +1,4 @@
-"""The command line as users meet it: processes, pipes, exit codes, signals."""
+"""Commands as users type them: options, exit codes, messages, signals and imports."""
 
 from __future__ import annotations
 
@@ -9,36 +9,29 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+import zexport
 from tests.support.checkpoints import edit
+from tests.support.cli import COMMANDS, Result, parse, run
 from tests.support.forked import typed
 from tests.support.sparse_checkpoint import write_sparse_zero3
-from zexport.cli.main import cli
-
-_ROOT = click.Context(cli)
-COMMANDS = {name: cli.get_command(_ROOT, name) for name in cli.list_commands(_ROOT)}
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 ZERO3 = FIXTURES / "z3_w2_bf16" / "ckpt"
 TAG = "global_step2"
-COMMAND = (sys.executable, "-m", "zexport")
-LIMIT_S = 60
 HEAVY = ("torch", "transformers", "deepspeed")
+LIMIT_S = 60
 
 
 class Unpickled:
-    """Runs a command when it is unpickled by anything that runs what it reads."""
+    """Runs a command when it is unpickled without care."""
 
     def __init__(self, command: str) -> None:
         self.command = command
@@ -47,64 +40,51 @@ class Unpickled:
         return os.system, (self.command,)
 
 
-def run(
-    *words: object, interpreter: tuple[str, ...] = (), **environment: str
-) -> subprocess.CompletedProcess[str]:
-    """``zexport``, run to its end; ``interpreter`` are options of Python's."""
-    if not interpreter and "PYTHONPATH" not in environment:
-        return typed(*words, **environment)
-    return subprocess.run(
-        [sys.executable, *interpreter, "-m", "zexport", *map(str, words)],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        env=os.environ | environment,
-        check=False,
-    )
-
-
-def result(*words: object, **environment: str) -> Any:
-    """The one JSON object that a command prints."""
-    done = run(*words, "--json", **environment)
-    assert done.returncode == 0, done.stderr
+def result(*words: object) -> Any:
+    """Return the JSON object that a command prints."""
+    done = run(*words, "--json").or_raise()
+    assert done.exit_code == 0, done.output
     return json.loads(done.stdout)
 
 
-def failure(done: subprocess.CompletedProcess[str]) -> Any:
-    """What a failed ``--json`` command says to programs, which must be all there is on stdout."""
+def usage_error(*words: object) -> str:
+    done = run(*words)
+    assert (done.exit_code, done.stdout) == (2, "")
+    return " ".join(done.stderr.split())
+
+
+def failure(done: Result) -> Any:
+    """Return the error of a failed ``--json`` command; nothing else is on stdout."""
     content = json.loads(done.stdout)
-    assert set(content) == {"schema", "error"}
-    assert set(content["error"]) == {"code", "kind", "path", "message", "hint"}
-    assert content["error"]["code"] == done.returncode
-    message = content["error"]["message"].replace(f"{Path.cwd()}/", "")  # people read it from here
-    assert done.stderr == f"Error: {message}\n"
-    return content["error"]
+    error = content["error"]
+    assert content.keys() == {"schema", "error"}
+    assert error.keys() == {"code", "kind", "path", "message", "hint"}
+    assert error["code"] == done.exit_code
+    assert done.stderr == f"Error: {error['message']}\n".replace(f"{Path.cwd()}/", "")
+    return error
 
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A ZeRO-3 checkpoint that DeepSpeed wrote, free to be damaged."""
     return shutil.copytree(ZERO3, tmp_path / "checkpoint")
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """An export of it."""
-    out = tmp_path / "model"
-    assert run("consolidate", ZERO3, out).returncode == 0
-    return out
+    zexport.consolidate(ZERO3, tmp_path / "model")
+    return tmp_path / "model"
 
 
 def optimizer_file(checkpoint: Path, rank: int) -> Path:
     return checkpoint / TAG / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
 
 
-# --- a good end ---
+# --- results ---
 
 
-def test_an_export_holds_the_live_weights_and_says_so_on_stdout(tmp_path: Path) -> None:
+def test_export_has_the_live_weights_and_says_so_on_stdout(tmp_path: Path) -> None:
     done = run("consolidate", ZERO3, tmp_path / "model")
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.exit_code, done.stderr) == (0, "")
     assert f"Exported to {tmp_path / 'model'}" in done.stdout
     truth = load_file(FIXTURES / "z3_w2_bf16" / "truth.safetensors")
     exported = load_file(tmp_path / "model" / "model.safetensors")
@@ -112,52 +92,43 @@ def test_an_export_holds_the_live_weights_and_says_so_on_stdout(tmp_path: Path) 
     assert all(torch.equal(exported[name], truth[name]) for name in truth)
 
 
-def test_json_progress_is_lines_on_stderr_that_end_at_the_total(tmp_path: Path) -> None:
+def test_json_progress_ends_at_the_total(tmp_path: Path) -> None:
     done = run("consolidate", ZERO3, tmp_path / "model", "--progress", "json", "--json")
     assert json.loads(done.stdout)["tensors"] == 21
     lines = [json.loads(line) for line in done.stderr.splitlines()]
     keys = {"phase", "nbytes_done", "nbytes_total", "nbytes_resumed"}
     keys |= {"bytes_per_second", "seconds_left"}
-    assert lines
-    assert all(set(line) == keys for line in lines)
+    assert all(line.keys() == keys for line in lines)
     assert lines[-1]["phase"] == "verify"
     assert lines[-1]["nbytes_done"] == lines[-1]["nbytes_total"]
 
 
-def test_a_dry_run_tells_the_bytes_and_writes_nothing(tmp_path: Path) -> None:
+def test_dry_run_plans_the_bytes_and_writes_nothing(tmp_path: Path) -> None:
     out = tmp_path / "model"
     plan = result("consolidate", ZERO3, out, "--dry-run")
+    assert "Plan for" in run("consolidate", ZERO3, out, "--dry-run").stdout
     assert list(tmp_path.iterdir()) == []
     done = result("consolidate", ZERO3, out)
     weights = [name for name in done["files"] if name.endswith(".safetensors")]
     assert plan["nbytes_to_read"] == done["nbytes_read"]
     assert plan["nbytes_to_write"] == sum((out / name).stat().st_size for name in weights)
-    assert {*plan["side_files"], *weights, "zexport_manifest.json"} == set(done["files"])
+    assert {*plan["side_files"], *weights, "zexport_manifest.json"} == {*done["files"]}
 
 
-def test_overwrite_replaces_the_folder_as_a_whole(tmp_path: Path) -> None:
-    out = tmp_path / "model"
-    out.mkdir()
-    (out / "pytorch_model.bin").write_text("old")
-    assert run("consolidate", ZERO3, out, "--overwrite").returncode == 0
-    assert not (out / "pytorch_model.bin").exists()
-    assert (out / "model.safetensors").is_file()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+# --- options ---
 
 
-# --- settings ---
-
-
-def test_the_environment_sets_options(tmp_path: Path) -> None:
+def test_environment_sets_options(tmp_path: Path) -> None:
     settings = {
-        "ZEXPORT_CONSOLIDATE_DTYPE": "bf16",
-        "ZEXPORT_CONSOLIDATE_VERIFY": "none",
-        "ZEXPORT_CONSOLIDATE_RENAME": "^model=net",
-        "ZEXPORT_CONSOLIDATE_LAYOUT": "memory",
-        "ZEXPORT_CONSOLIDATE_MAX_SHARD_SIZE": "1MB",
-        "ZEXPORT_CONSOLIDATE_JSON": "1",
+        "DTYPE": "bf16",
+        "VERIFY": "none",
+        "RENAME": "^model=net",
+        "LAYOUT": "memory",
+        "MAX_SHARD_SIZE": "1MB",
+        "JSON": "1",
     }
-    done = run("consolidate", ZERO3, tmp_path / "model", **settings)
+    variables = {f"ZEXPORT_CONSOLIDATE_{name}": value for name, value in settings.items()}
+    done = typed("consolidate", ZERO3, tmp_path / "model", **variables)
     report = json.loads(done.stdout)
     assert report["verified"] == "none"
     assert report["options"]["dtype"] == "bf16"
@@ -166,87 +137,119 @@ def test_the_environment_sets_options(tmp_path: Path) -> None:
         names = list(shard.keys())
         assert all(name.startswith(("net.", "lm_head.")) for name in names)
         assert shard.get_tensor(names[0]).dtype is torch.bfloat16
+    words = ("consolidate", ZERO3, tmp_path / "other", "--dtype", "fp16", "--dry-run")
+    assert json.loads(typed(*words, **variables).stdout)["options"]["dtype"] == "fp16"
+    assert '"code": 3' in typed("inspect", tmp_path, ZEXPORT_INSPECT_JSON="yes").stdout
+    assert typed("inspect", tmp_path, ZEXPORT_VERIFY_JSON="yes").stdout == ""
 
 
-def test_an_option_on_the_command_line_wins_over_the_environment(tmp_path: Path) -> None:
-    words = ("consolidate", ZERO3, tmp_path / "model", "--dtype", "fp16", "--dry-run")
-    assert result(*words, ZEXPORT_CONSOLIDATE_DTYPE="bf16")["options"]["dtype"] == "fp16"
-
-
-def test_a_failure_is_json_too_where_the_environment_asks_for_json(tmp_path: Path) -> None:
-    assert failure(run("inspect", tmp_path, ZEXPORT_INSPECT_JSON="yes"))["code"] == 3
-    assert run("inspect", tmp_path, ZEXPORT_VERIFY_JSON="yes").stdout == ""
-
-
-def test_every_option_reads_the_variable_that_its_name_says() -> None:
+def test_every_option_reads_the_variable_of_its_name() -> None:
     for command in COMMANDS.values():
+        assert command is not None
         for option in command.params:
-            long = [name for name in option.opts if name.startswith("--")]
-            assert not long or option.name in {n[2:].replace("-", "_") for n in long}, option.opts
+            long = {name[2:].replace("-", "_") for name in option.opts if name.startswith("--")}
+            assert not long or option.name in long, option.opts
+
+
+@pytest.mark.parametrize(
+    ("word", "recorded"), [("torch.bfloat16", "bf16"), ("Float32", "fp32"), ("half", "fp16")]
+)
+def test_dtype_may_have_torchs_name(word: str, recorded: str, tmp_path: Path) -> None:
+    words = ("--dtype", word, "--base-dtype", word, "--dry-run")
+    options = result("consolidate", ZERO3, tmp_path / "model", *words)["options"]
+    assert (options["dtype"], options["base_dtype"]) == (recorded, recorded)
+    assert zexport.ExportOptions(dtype=word).dtype is zexport.ExportDType(recorded)  # type: ignore[arg-type]
+
+
+def test_choices_ignore_case(tmp_path: Path) -> None:
+    words = ("--layout", "Memory", "--verify", "NONE", "--allow", "NaN", "--progress", "JSON")
+    options = result("consolidate", ZERO3, tmp_path / "model", *words)["options"]
+    assert (options["layout"], options["allow"]) == ("memory", ["nan"])
+    assert result("reshard", ZERO3, tmp_path / "on-1", "-n", "1", "--format", "Native", "--dry-run")
+
+
+def test_output_may_be_an_option_but_not_given_twice(tmp_path: Path) -> None:
+    out = tmp_path / "model"
+    assert "OUT is given twice" in usage_error("consolidate", ZERO3, out, "-o", tmp_path / "other")
+    assert not any(tmp_path.iterdir())
+    assert result("consolidate", "--output", out, ZERO3)["out_dir"] == str(out)
+
+
+def test_quiet_prints_only_warnings(tmp_path: Path) -> None:
+    done = run("consolidate", "-q", ZERO3, tmp_path / "whole")
+    assert (done.stdout, done.stderr) == ("", "")
+    (shutil.copytree(ZERO3, tmp_path / "bare") / "config.json").unlink()
+    words = ("consolidate", tmp_path / "bare", tmp_path / "out", "--layout", "memory")
+    done = run(*words, "-q")
+    assert (done.exit_code, done.stdout) == (0, "")
+    assert "will not load" in done.stderr
+    assert "Notes" not in done.stderr
+    assert "Warnings" in run(*words, "--overwrite").stdout
+
+
+# --- usage errors ---
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("consolidate",), "As in: zexport consolidate run/checkpoint-100 model"),
+        (("reshard", "a", "b"), "As in: zexport reshard run/checkpoint-100 on-3 -n 3"),
+        (("consolidate", "a", "b", "--dtype", "int8"), "'bf16'"),
+        (("consolidate", "a", "b", "--max-shard-size", "many"), "such as 5GB"),
+        (("consolidate", "a", "b", "--max-shard-size", "0.5MB"), "write 1.0 MB or more"),
+        (("consolidate", "a", "b", "--rename", "no-equals-sign"), "REGEX=REPL"),
+        (("consolidate", "a", "b", "--only", ""), "it is empty"),
+        (("consolidate", "a", "", "--overwrite"), "a path may not be empty"),
+        (("inspect", "a", "--tensor"), "--tensors"),
+        (("export", "a", "b"), "No such command 'export'. Did you mean 'consolidate'?"),
+        (("consolidat", "a", "b"), "Did you mean 'consolidate'?"),
+        (("sing",), "No such command 'sing'"),
+    ],
+)
+def test_usage_error_exits_with_2_and_shows_the_way(words: tuple[str, ...], message: str) -> None:
+    error = usage_error(*words)
+    assert message in error
+    assert "--help" in error
+    assert failure(run(*words, "--json"))["kind"] == "usage"
+
+
+def test_swapped_checkpoint_and_output_are_recognized(checkpoint: Path, tmp_path: Path) -> None:
+    error = run("consolidate", tmp_path / "model", checkpoint).error
+    assert error is not None
+    assert error.hint == f"Pass the checkpoint first: {checkpoint} {tmp_path / 'model'}"
 
 
 # --- exit codes ---
 
 
-def refused(code: int, kind: str, *words: object, **environment: str) -> Any:
-    """The error of a command that must end so, told alike to people and to programs."""
-    done = run(*words, **environment)
-    assert (done.returncode, done.stdout) == (code, ""), done.stderr
-    error = failure(run(*words, "--json", **environment))
+def refused(code: int, kind: str, *words: object) -> Any:
+    """Return the error of a command, which people and programs read alike."""
+    done = run(*words)
+    assert (done.exit_code, done.stdout) == (code, ""), done.stderr
+    error = failure(run(*words, "--json"))
     assert error["kind"] == kind, error
-    path = (error["path"] or "").removeprefix(f"{Path.cwd()}/")
-    assert done.stderr.startswith(f"Error: {path}")
-    assert done.stderr.endswith(f"{error['hint']}{'.' * bool(error['hint'])}\n")
-    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith(f"Error: {error['path']}".replace(f"{Path.cwd()}/", ""))
+    assert error["hint"] in done.stderr
     return error
 
 
-def test_several_tags_without_latest_end_with_2_and_are_listed(
-    checkpoint: Path, tmp_path: Path
-) -> None:
+def test_ambiguous_tag_exits_with_2_and_lists_them(checkpoint: Path, tmp_path: Path) -> None:
     shutil.copytree(checkpoint / TAG, checkpoint / "global_step10")
     (checkpoint / "latest").unlink()
     error = refused(2, "ambiguous_tag", "consolidate", checkpoint, tmp_path / "model")
     assert f"{TAG}, global_step10" in error["message"]
-    chosen = ("--tag", "global_step10")
-    assert run("consolidate", checkpoint, tmp_path / "model", *chosen).returncode == 0
+    assert result("consolidate", checkpoint, tmp_path / "model", "--tag", "global_step10")
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("consolidate",),
-        ("consolidate", "a", "b", "--dtype", "fp8"),
-        ("consolidate", "a", "b", "--max-shard-size", "many"),
-        ("consolidate", "a", "b", "--rename", "no-equals-sign"),
-        ("inspect", "a", "--nonsense"),
-        ("sing",),
-    ],
-)
-def test_words_that_mean_nothing_end_with_2_and_the_way_to_help(words: tuple[str, ...]) -> None:
-    done = run(*words)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "--help" in done.stderr or "-h" in done.stderr
-    assert failure(run(*words, "--json"))["kind"] == "usage"
-
-
-def test_no_checkpoint_ends_with_3(tmp_path: Path) -> None:
+def test_missing_checkpoint_or_rank_exits_with_3(checkpoint: Path, tmp_path: Path) -> None:
     refused(3, "not_a_checkpoint", "consolidate", tmp_path / "nowhere", tmp_path / "model")
-    refused(3, "not_a_checkpoint", "inspect", tmp_path)
-
-
-def test_a_missing_rank_ends_with_3_and_names_the_file_to_fetch(
-    checkpoint: Path, tmp_path: Path
-) -> None:
-    lost = optimizer_file(checkpoint, 1)
-    lost.unlink()
+    refused(3, "not_a_checkpoint", "inspect", tmp_path / "checkpoint" / "nowhere")
+    optimizer_file(checkpoint, 1).unlink()
     refused(3, "incomplete", "consolidate", checkpoint, tmp_path / "model")
-    missing = result("inspect", checkpoint)["checkpoint"]["missing"]
-    assert missing["optimizer_ranks"] == [1]
-    assert missing["files"] == [lost.name]
 
 
-def test_code_in_place_of_a_weight_ends_with_5_and_does_not_run(
+def test_code_instead_of_a_weight_exits_with_5_and_is_not_run(
     checkpoint: Path, tmp_path: Path
 ) -> None:
     trace = tmp_path / "ran"
@@ -259,150 +262,122 @@ def test_code_in_place_of_a_weight_ends_with_5_and_does_not_run(
     assert not trace.exists()
 
 
-def test_a_folder_that_exists_ends_with_6_and_stays(model: Path) -> None:
+def test_existing_output_exits_with_6_and_stays(model: Path) -> None:
     before = {path: path.read_bytes() for path in model.iterdir()}
     refused(6, "output", "consolidate", ZERO3, model)
     assert {path: path.read_bytes() for path in model.iterdir()} == before
 
 
-def test_a_damaged_export_ends_with_7_and_every_problem_is_listed(model: Path) -> None:
+def test_damaged_export_exits_with_7_and_lists_every_problem(model: Path) -> None:
     shard = model / "model.safetensors"
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
     shard.write_bytes(content)
     (model / "config.json").unlink()
-    done = run("verify", model)
-    assert (done.returncode, done.stderr) == (7, "")
-    told = run("verify", model, "--json")
-    found = json.loads(told.stdout)
-    assert (told.returncode, found["ok"]) == (7, False)
+    done, printed = run("verify", model), run("verify", model, "--json")
+    found = json.loads(printed.stdout)
+    assert (done.exit_code, printed.exit_code, done.stderr, found["ok"]) == (7, 7, "", False)
     assert {"model.safetensors", "config.json"} == {p["file"] for p in found["problems"]}
     for problem in found["problems"]:
         assert problem["file"] in done.stdout
         assert problem["problem"] in done.stdout
 
 
-def test_another_checkpoint_ends_with_7_and_names_the_tensors_that_differ(model: Path) -> None:
+def test_other_checkpoint_exits_with_7_and_lists_the_tensors(model: Path) -> None:
     other = FIXTURES / "z3_w2_fp32"
     mine = load_file(ZERO3.parent / "truth.safetensors")
     theirs = load_file(other / "truth.safetensors")
     differing = {name for name in mine if not torch.equal(mine[name], theirs[name])}
     done = run("verify", model, "--against", other / "ckpt", "--json")
-    assert done.returncode == 7
+    assert done.exit_code == 7
     assert differing
     assert {problem["tensor"] for problem in json.loads(done.stdout)["problems"]} == differing
 
 
-# --- interruptions ---
-
-
-@pytest.fixture
-def large(tmp_path: Path) -> Path:
-    """A checkpoint of 2 GB that takes no room: long enough to be interrupted."""
-    root = tmp_path / "large"
-    write_sparse_zero3(root, {f"w{index}": (8192, 8192) for index in range(8)}, 2)
-    return root
-
-
-@contextmanager
-def writing(checkpoint: Path, out: Path) -> Iterator[subprocess.Popen[str]]:
-    """An export under way: it has written its first bytes when the context begins."""
-    words = ("consolidate", str(checkpoint), str(out), "--progress", "json", "--jobs", "1")
-    process = subprocess.Popen(
-        [*COMMAND, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        assert process.stderr is not None
-        assert json.loads(process.stderr.readline())["phase"] == "write"
-        yield process
-    finally:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
+# --- processes ---
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_an_interrupted_export_ends_with_130_in_one_line_and_leaves_nothing(
-    large: Path, tmp_path: Path, sent: signal.Signals
+def test_interrupted_export_exits_with_130_and_leaves_nothing(
+    tmp_path: Path, sent: signal.Signals
 ) -> None:
-    before = sorted(tmp_path.iterdir())
-    with writing(large, tmp_path / "a" / "model") as process:
-        process.send_signal(sent)
-        out, err = process.communicate(timeout=LIMIT_S)
-    said = [line for line in err.split("\n") if not line.startswith("{")]
-    assert (process.returncode, out, said) == (130, "", ["Interrupted.", ""])
-    assert sorted(tmp_path.iterdir()) == before
+    root = tmp_path / "large"  # 2 GB of holes
+    write_sparse_zero3(root, {f"w{index}": (8192, 8192) for index in range(8)}, 2)
+    words = ("consolidate", root, tmp_path / "a" / "model", "--progress", "json", "--jobs", "1")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "zexport", *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    assert json.loads(process.stderr.readline())["phase"] == "write"
+    process.send_signal(sent)
+    out, err = process.communicate(timeout=LIMIT_S)
+    messages = [line for line in err.split("\n") if not line.startswith("{")]
+    assert (process.returncode, out, messages) == (130, "", ["Interrupted.", ""])
+    assert [*tmp_path.iterdir()] == [root]
 
 
-def test_a_reader_that_leaves_early_ends_it_quietly(tmp_path: Path) -> None:
+def test_closed_pipe_ends_the_command_quietly(tmp_path: Path) -> None:
     root = tmp_path / "many"
-    write_sparse_zero3(root, {f"layer.{index}.weight": (2, 3) for index in range(4000)}, 2)
-    for extra in ((), ("--json",)):
-        process = subprocess.Popen(
-            [*COMMAND, "inspect", str(root), "--tensors", *extra],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    write_sparse_zero3(root, {f"layer.{index}.weight": (2, 3) for index in range(1500)}, 2)
+    with subprocess.Popen(
+        [sys.executable, "-m", "zexport", "inspect", str(root), "--tensors"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         assert process.stdout.readline()
         process.stdout.close()
         assert process.stderr.read() == ""
-        process.stderr.close()
-        process.wait(LIMIT_S)
-
-
-# --- help ---
 
 
 @pytest.mark.parametrize("command", [None, *COMMANDS])
-def test_every_help_has_an_example_that_the_command_understands(command: str | None) -> None:
+def test_help_has_an_example_that_parses(command: str | None) -> None:
     words = [command] if command else []
-    for option in ("-h", "--help"):
-        done = CliRunner().invoke(cli, [*words, option], prog_name="zexport")
-        assert done.exit_code == 0
-        example = re.search(r"Example: zexport (.+)", done.output)
-        assert example
-        name, *arguments = example[1].split()
-        assert command in (None, name)
-        root = cli.make_context("zexport", [], resilient_parsing=True)
-        parsed = COMMANDS[name].make_context(name, arguments, root, resilient_parsing=True)
-        assert parsed.args == []
-        assert parsed.params
+    assert run(*words, "-h").stdout == run(*words, "--help").stdout
+    example = re.search(r"Example: zexport (.+)", run(*words, "--help").stdout)
+    assert example
+    name, *arguments = example[1].split()
+    assert command in (None, name)
+    assert parse(name, *arguments).args == []
 
 
-# --- what is imported ---
+def imported(*lines: tuple[object, ...], **variables: str) -> set[str]:
+    """Return the top-level packages that commands import in a new process."""
+    code = (
+        "import sys; from zexport.cli.main import run\n"
+        f"codes = [run(words) for words in {[[*map(str, line)] for line in lines]}]\n"
+        "print('codes', codes, *{name.partition('.')[0] for name in sys.modules})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=True,
+    )
+    codes, packages = re.findall(r"^codes (\[.*\]) (.*)$", done.stdout, re.MULTILINE)[-1]
+    assert json.loads(codes) == [0] * len(lines), done.stderr
+    return {*packages.split()}
 
 
-def imported(*words: object, **environment: str) -> set[str]:
-    """Top-level packages that a command which must succeed imports, as Python itself tells."""
-    done = run(*words, interpreter=("-X", "importtime"), **environment)
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stderr.splitlines() if line.startswith("import time:")]
-    packages = {line.rpartition("|")[2].strip().partition(".")[0] for line in lines}
-    assert "click" in packages
-    return packages
-
-
-@pytest.mark.parametrize("command", [(), *((name,) for name in COMMANDS)])
-def test_help_imports_nothing_heavy(command: tuple[str, ...]) -> None:
-    assert not imported(*command, "--help") & {*HEAVY, "numpy", "rich"}
-
-
-def test_inspecting_and_verifying_import_no_framework(model: Path) -> None:
-    assert not imported("inspect", ZERO3) & {*HEAVY, "numpy"}
-    assert not imported("verify", model, "--against", ZERO3) & {*HEAVY}
-
-
-@pytest.mark.parametrize("extra", [(), ("--layout", "memory")])
-def test_a_plain_export_imports_no_framework_and_asks_no_other_process(
-    checkpoint: Path, tmp_path: Path, extra: tuple[str, ...]
-) -> None:
-    if extra:
-        for name in ("zexport_source.json", "config.json"):
-            (checkpoint / name).unlink()
+def test_nothing_heavy_is_imported(checkpoint: Path, model: Path, tmp_path: Path) -> None:
+    """Not even by another process: names of known models are recorded in the checkpoint."""
+    words = [(), *((name,) for name in COMMANDS)]
+    assert not imported(*((*one, "--help") for one in words)) & {*HEAVY, "numpy", "rich"}
+    assert not imported(("inspect", ZERO3)) & {*HEAVY, "numpy", "rich"}
+    for name in ("zexport_source.json", "config.json"):
+        (checkpoint / name).unlink()
+    lines = (
+        ("verify", model, "--against", ZERO3),
+        ("consolidate", ZERO3, tmp_path / "known"),
+        ("consolidate", checkpoint, tmp_path / "plain", "--layout", "memory"),
+    )
     cache = tmp_path / "cache"
-    words = ("consolidate", checkpoint, tmp_path / "model", *extra)
-    assert not imported(*words, XDG_CACHE_HOME=str(cache)) & {*HEAVY}
+    assert not imported(*lines, XDG_CACHE_HOME=str(cache)) & {*HEAVY}
     assert not cache.exists()

@@ -1,92 +1,20 @@
-"""Several real processes that export one checkpoint, started as launchers start them."""
+"""``--part`` and ``finish``: parts as launchers number them."""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.support.cli import run
 from tests.support.forked import typed
 from tests.support.stopping import files
-from zexport import OutputError, UsageError
+from zexport import consolidate
 
-ROOT = Path(__file__).parents[2]
-CKPT = ROOT / "fixtures" / "z3_w2_bf16_frozen" / "ckpt"
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """What one process alone makes."""
-    out = tmp_path_factory.mktemp("whole") / "model"
-    done = typed("consolidate", CKPT, out)
-    assert done.returncode == 0, done.stderr
-    return files(out)
-
-
-def _started(*words: object) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "zexport", *map(str, words)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def _ended(processes: Sequence[subprocess.Popen[str]]) -> list[str]:
-    """What each printed; all of them went well."""
-    told = [process.communicate(timeout=240) for process in processes]
-    assert [process.returncode for process in processes] == [0] * len(processes), told
-    return [out for out, _ in told]
-
-
-def test_workers_side_by_side_make_what_one_makes(whole: dict[str, bytes], tmp_path: Path) -> None:
-    out = tmp_path / "model"
-    command = ["consolidate", CKPT, out, "--json", "--part"]
-    told = [*map(json.loads, _ended([_started(*command, f"{n}/4") for n in range(1, 5)]))]
-    assert files(out) == whole
-    published = [one for one in told if "files" in one]
-    assert len(published) == 1
-    assert set(published[0]["files"]) == set(whole)
-    assert all("missing" in one for one in told if one not in published)
-    (again,) = map(json.loads, _ended([_started(*command, "3/4")]))  # as a requeued task is
-    assert again["missing"] == []
-    assert files(out) == whole
-
-
-def test_a_worker_that_is_killed_is_started_again(whole: dict[str, bytes], tmp_path: Path) -> None:
-    out = tmp_path / "model"
-    command = ["consolidate", CKPT, out, "--part"]
-    killed = _started(*command, "1/2")
-    killed.kill()
-    killed.communicate()
-    _ended([_started(*command, "2/2")])
-    assert not out.exists()
-    _ended([_started(*command, "1/2")])
-    assert files(out) == whole
-
-
-def test_finish_names_the_parts_that_are_missing(tmp_path: Path) -> None:
-    out = tmp_path / "model"
-    assert typed("consolidate", CKPT, out, "--part", "2/3").returncode == 0
-    done = typed("finish", out)
-    assert done.returncode == OutputError.exit_code
-    assert "lacks parts" in done.stderr
-    assert "the comparison of replicas, by part 1" in done.stderr
-
-
-@pytest.fixture
-def _unlaunched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hide the variables of the launcher that runs the tests."""
-    for name in [*os.environ]:
-        if name in {"RANK", "WORLD_SIZE", "JOB_COMPLETION_INDEX"} or name.startswith("SLURM"):
-            monkeypatch.delenv(name)
-
-
+CKPT = Path(__file__).parents[2] / "fixtures" / "z3_w2_bf16_frozen" / "ckpt"
 _TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2"}
 _ARRAY = {
     "SLURM_ARRAY_TASK_ID": "14",
@@ -95,6 +23,37 @@ _ARRAY = {
     "SLURM_ARRAY_TASK_STEP": "4",
 }
 _ONE_TASK = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}
+
+
+def _part(out: Path, part: str, **variables: str) -> dict[str, Any]:
+    done = typed("consolidate", CKPT, out, "--json", "--part", part, **variables)
+    assert done.returncode == 0, done.stderr
+    printed: dict[str, Any] = json.loads(done.stdout)
+    return printed
+
+
+def test_last_part_publishes_what_one_process_writes(tmp_path: Path) -> None:
+    consolidate(CKPT, tmp_path / "whole")
+    whole, out = files(tmp_path / "whole"), tmp_path / "model"
+    first = run("consolidate", CKPT, out, "--part", "2/2")
+    assert first.exit_code == 0
+    assert "missing 1/2; the last part publishes the folder" in " ".join(first.stdout.split())
+    unfinished = run("finish", out)
+    assert unfinished.exit_code == 6
+    assert "by part 1" in unfinished.stderr
+    assert not out.exists()
+    assert {*_part(out, "1/2")["files"]} == {*whole}
+    assert files(out) == whole
+    assert _part(out, "2/2")["missing"] == []  # such as a requeued task
+    assert files(out) == whole
+
+
+@pytest.fixture
+def _unlaunched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide the variables of the launcher that runs the tests."""
+    for name in [*os.environ]:
+        if name in {"RANK", "WORLD_SIZE", "JOB_COMPLETION_INDEX"} or name.startswith("SLURM"):
+            monkeypatch.delenv(name)
 
 
 @pytest.mark.usefixtures("_unlaunched")
@@ -110,11 +69,10 @@ _ONE_TASK = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}
         (_TORCHRUN, "1/8", (1, 8)),
     ],
 )
-def test_each_launcher_gives_the_number_of_a_part(
+def test_launcher_numbers_the_part(
     variables: dict[str, str], part: str, expected: tuple[int, int], tmp_path: Path
 ) -> None:
-    words = ("consolidate", CKPT, tmp_path / "model", "--part", part, "--json")
-    printed = json.loads(typed(*words, **variables).stdout)
+    printed = _part(tmp_path / "model", part, **variables)
     assert (printed["part"], printed["parts"]) == expected
 
 
@@ -131,9 +89,11 @@ def test_each_launcher_gives_the_number_of_a_part(
     ],
 )
 def test_ambiguous_or_impossible_part_is_refused(
-    variables: dict[str, str], part: str, tmp_path: Path
+    variables: dict[str, str], part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done = typed("consolidate", CKPT, tmp_path / "model", "--part", part, **variables)
-    assert done.returncode == UsageError.exit_code
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    done = run("consolidate", CKPT, tmp_path / "model", "--part", part)
+    assert done.exit_code == 2
     assert "Invalid value for '--part'" in done.stderr
     assert not [*tmp_path.iterdir()]

@@ -1,4 +1,4 @@
-"""A finished folder uploaded to a server that stands in for the hub, by the command."""
+"""``--push-to-hub`` to a server that answers like the Hub."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 from huggingface_hub import constants
 
+from tests.support.cli import Result, run
 from tests.support.hub import TOKEN, Hub, serving
 from tests.support.stopping import files
 from zexport import OutputError, UsageError, verify_export
-from zexport.cli.main import cli
 
 CKPT = Path(__file__).parents[2] / "fixtures" / "z3_w2_bf16" / "ckpt"
 LIMIT_S = 120
@@ -34,13 +33,13 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 def _export(out: Path | str, *words: str, name: str = "org/model") -> Result:
     line = ("consolidate", CKPT, out, "--push-to-hub", name, *words)
-    done = CliRunner().invoke(cli, [*map(str, line)], catch_exceptions=False)
+    done = run(*line).or_raise()
     assert TOKEN not in done.output
     return done
 
 
-def test_the_finished_folder_is_uploaded_to_a_private_repository(hub: Hub, tmp_path: Path) -> None:
-    """What it is loaded by comes last; a model that is there is replaced when that is asked for."""
+def test_finished_folder_is_uploaded_to_a_private_repository(hub: Hub, tmp_path: Path) -> None:
+    """config.json is last; ``--overwrite`` replaces an existing model."""
     out, again = tmp_path / "model", tmp_path / "again"
     _export(out, "--dry-run")
     assert hub.private is None
@@ -59,9 +58,7 @@ def test_the_finished_folder_is_uploaded_to_a_private_repository(hub: Hub, tmp_p
     assert hub.files == files(again) | {"results.json": b"{}"}
 
 
-def test_a_failed_upload_leaves_the_folder_whole_and_says_how_to_go_on(
-    hub: Hub, tmp_path: Path
-) -> None:
+def test_failed_upload_keeps_the_folder_and_is_continued(hub: Hub, tmp_path: Path) -> None:
     hub.failing, out = "/commit/", tmp_path / "model"
     with pytest.raises(OutputError, match="was not uploaded to org/model") as caught:
         _export(out, "--quiet", "--overwrite")
@@ -85,24 +82,24 @@ def test_a_failed_upload_leaves_the_folder_whole_and_says_how_to_go_on(
 
 @pytest.mark.usefixtures("hub")
 @pytest.mark.parametrize(
-    ("name", "words", "told"),
+    ("name", "words", "problem"),
     [
         ("model", [], "expected ORG/NAME"),
         ("org/mo del", [], "is not a repository name"),
-        ("org/model", ["--part", "1/2"], "and --part writes a share of it"),
+        ("org/model", ["--part", "1/2"], "--part writes one part"),
         ("org/model", ["--output", "s3://bucket/model"], "address"),
     ],
 )
-def test_what_cannot_be_uploaded_is_refused_before_the_export(
-    name: str, words: list[str], told: str, tmp_path: Path
+def test_impossible_upload_is_refused_before_the_export(
+    name: str, words: list[str], problem: str, tmp_path: Path
 ) -> None:
     line = ["consolidate", str(CKPT), "--push-to-hub", name, "--output", f"{tmp_path}/out", *words]
-    with pytest.raises(UsageError, match=told):
-        CliRunner().invoke(cli, line, catch_exceptions=False)
+    with pytest.raises(UsageError, match=problem):
+        run(*line).or_raise()
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_hub_that_cannot_be_written_to_is_told_before_the_export(
+def test_unwritable_hub_is_refused_before_the_export(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:

@@ -1,1 +1,1 @@
-"""The command line: Click options in, one call of the library, a report out."""
+"""One module per command: parse options, call the API, print the report."""

@@ -1,9 +1,8 @@
-"""``zexport inspect``: what is in a checkpoint, is it whole, and what would an export give?"""
+"""``zexport inspect``: what is in a checkpoint, and can it be exported?"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,27 +17,28 @@ from zexport.cli.options import (
     storage_option,
     tag_option,
 )
-from zexport.cli.streams import put_out
+from zexport.cli.output import print_result
 from zexport.errors import AmbiguousTagError, ZexportError
 
 if TYPE_CHECKING:
-    from zexport.inspect.inspect import Inspection
-    from zexport.inspect.statistics import TensorStatistics
+    from zexport.inspect.summary import Inspection
 
 
 @click.command(short_help="Show what is in a checkpoint and whether it can be exported.")
 @click.argument("ckpts", type=PATH, nargs=-1, required=True, metavar="CKPT...")
 @tag_option
-@click.option("--tensors", is_flag=True, help="A line for each tensor.")
-@click.option("--files", is_flag=True, help="A line for each rank file.")
+@click.option("--tensors", is_flag=True, help="List every tensor.")
+@click.option("--files", is_flag=True, help="List every rank file.")
 @click.option(
-    "--stats", is_flag=True, help="Read the data too: norm, min, max, mean, NaN and Inf of tensors."
+    "--stats",
+    is_flag=True,
+    help="Read the weights: norm, min, max, mean, NaN and Inf counts of each tensor.",
 )
 @click.option(
     "--fail",
     is_flag=True,
-    help="End with the code that consolidate would end with, as far as metadata tells; with "
-    "--stats as values tell, too.",
+    help="Exit with the code that consolidate would, judged by metadata, and with --stats also by "
+    "values.",
 )
 @html_option
 @links_option
@@ -59,24 +59,22 @@ def inspect(
     progress: str,
     quiet: bool,
 ) -> None:
-    """Show what is in the ZeRO checkpoint CKPT, whether it is whole, and what an export would give.
+    """Show what is in the ZeRO checkpoint CKPT, and whether it can be exported.
 
-    Give CKPT at any level: a run's folder, checkpoint-N, the folder with `latest`, or global_stepN.
-    Only metadata is read, unless --stats is given. The last lines say whether it can be exported.
-    The exit code is 0 in either case; with --fail it is the one that zexport consolidate would end
-    with, as far as what was read can tell.
+    CKPT is any level: a run's folder, checkpoint-N, the folder with `latest`, or global_stepN.
+    Only metadata is read, unless --stats is given. The exit code is 0 even if it cannot be
+    exported, unless --fail is given.
 
     Example: zexport inspect run/checkpoint-100 --tensors
     """
-    from zexport.inspect.inspect import inspect_checkpoint
+    from zexport.inspect.summary import inspect_checkpoint
     from zexport.report.inspect import print_inspection
-    from zexport.report.inspect_json import inspection_json
+    from zexport.report.json import inspection_json
 
-    found = inspect_checkpoint(ckpts, tag=tag, follow_symlinks=follow_symlinks)
-    if found.checkpoint is None:
-        found = found.asked_with(
-            _words({"--tensors": tensors, "--files": files, "--stats": stats}, html)
-        )
+    flags = {"--tensors": tensors, "--files": files, "--stats": stats}
+    words = [flag for flag, is_given in flags.items() if is_given]
+    words += [] if html is None else ["--html", str(html)]
+    found = inspect_checkpoint(ckpts, tag=tag, follow_symlinks=follow_symlinks, options=words)
     statistics = None
     if stats and found.checkpoint is not None:
         from zexport.cli.progress import progress_printer
@@ -86,8 +84,11 @@ def inspect(
             measured = measure(found.checkpoint, progress=on_progress)
         found, statistics = found.with_problems(measured.problems), measured.tensors
     if html is not None:
-        _write_page(html, found, statistics)
-    put_out(
+        from zexport.report.html.inspect import inspection_page
+        from zexport.report.html.page import write_page
+
+        write_page(html, inspection_page(found, statistics))
+    print_result(
         lambda: inspection_json(found, tensors=tensors, statistics=statistics),
         lambda console: print_inspection(
             console, found, tensors, files=files, statistics=statistics
@@ -98,25 +99,10 @@ def inspect(
         click.get_current_context().exit(code)
 
 
-def _write_page(
-    html: Path, found: Inspection, statistics: Sequence[TensorStatistics] | None
-) -> None:
-    from zexport.report.page.inspection import inspection_page
-    from zexport.report.page.page import write_page
-
-    write_page(html, inspection_page(found, statistics))
-
-
-def _words(asked: Mapping[str, bool], html: Path | None) -> list[str]:
-    """The options that were given, as they are typed."""
-    words = [option for option, is_asked in asked.items() if is_asked]
-    return words if html is None else [*words, "--html", str(html)]
-
-
 def _exit_code(found: Inspection) -> int:
-    """What an export that is asked for with nothing but the checkpoint would end with."""
+    """Return the exit code of an export with default options; print its error and warnings."""
     from zexport.api.export import plan_export
-    from zexport.report.text import PlainConsole, print_list
+    from zexport.report.text import Console, print_list
 
     if found.checkpoint is None:
         return AmbiguousTagError.exit_code
@@ -125,7 +111,7 @@ def _exit_code(found: Inspection) -> int:
     except ZexportError as error:
         click.echo("Error: " + "\n".join(error.lines()), err=True)
         return error.exit_code
-    told = {*found.checkpoint.newer, *found.checkpoint.warnings}
-    warnings = [one for one in plan.warnings if one not in told]
-    print_list(PlainConsole(sys.stderr), "Warnings of an export", warnings, is_first=True)
+    shown = {*found.checkpoint.newer, *found.checkpoint.warnings}
+    warnings = [one for one in plan.warnings if one not in shown]
+    print_list(Console(sys.stderr), "Warnings of an export", warnings, is_first=True)
     return max((problem.exit_code for problem in found.problems), default=0)

@@ -1,4 +1,4 @@
-"""The shell: it assembles the commands, and turns errors into one message and an exit code."""
+"""Command group, error handling, exit codes and signals."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import gc
 import importlib
 import os
 import re
-import shutil
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
@@ -17,41 +16,37 @@ from typing import NoReturn
 import click
 
 from zexport import __version__
-from zexport.cli.environment import told_of_unknown
-from zexport.cli.streams import prepare_streams, put_json
+from zexport.cli.output import prepare_streams, print_json
 from zexport.errors import OutputError, UsageError, ZexportError
 
 _INTERRUPTED = 130
-_AGAIN_S = 0.01
-_BUG = 1
+_BROKEN_PIPE = 1
+_RETRY_S = 0.01
 _YES = frozenset({"1", "true", "t", "yes", "y", "on"})
-"""What Click takes for yes in an environment variable."""
-
+"""Values of an environment variable that set a flag in click."""
 
 _COMMANDS = (
     *("inspect", "consolidate", "verify", "reshard", "diff"),
     *("watch", "prune", "finish", "train"),
 )
-_MEANT = {
+_SYNONYMS = {
     **dict.fromkeys(("export", "convert", "merge", "save", "zero_to_fp32"), "consolidate"),
     **dict.fromkeys(("resume", "ds_to_universal", "universal", "repartition"), "reshard"),
     **dict.fromkeys(("info", "show", "list", "ls"), "inspect"),
     **dict.fromkeys(("check", "validate"), "verify"),
     **dict.fromkeys(("compare", "cmp"), "diff"),
     **dict.fromkeys(("strip", "shrink", "clean", "delete", "rm"), "prune"),
+    "help": "--help",
 }
-"""What other tools call the commands."""
 
 
 class _Commands(click.Group):
-    """Commands that are imported when they are asked for: one a module of its own name."""
+    """Commands that are imported on use, each from the module of its name."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - Click's signature
-        """Their names, in the order of use."""
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
         return list(_COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
-        """The command of this name, if there is one."""
         if cmd_name not in _COMMANDS:
             return None
         module = importlib.import_module(f"zexport.cli.{cmd_name}")
@@ -61,24 +56,20 @@ class _Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As Click has it; a refusal names the command that was meant."""
         word = args[0]
-        if word == "help":
-            raise click.UsageError("No such command 'help'. Did you mean --help?", ctx)
-        if word not in _COMMANDS and (meant := _meant(word.lower())):
-            raise click.UsageError(f"No such command {word!r}. Did you mean {meant!r}?", ctx)
-        name, command, rest = super().resolve_command(ctx, args)
-        if command is not None and not ctx.resilient_parsing:
-            for told in told_of_unknown(command, {*_COMMANDS} - {name}):
-                click.echo(f"Warning: {told}", err=True)
-        return name, command, rest
+        if word not in _COMMANDS:
+            import difflib
+
+            near = difflib.get_close_matches(word.lower(), _COMMANDS, 1)
+            if similar := _SYNONYMS.get(word.lower()) or next(iter(near), None):
+                raise click.UsageError(f"No such command {word!r}. Did you mean {similar!r}?", ctx)
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> object:
-        """What the command returns; an interrupt ends in one line (Click 8 begins another)."""
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt as interrupt:
-            raise click.Abort from interrupt
+        except KeyboardInterrupt as error:  # click would print an empty line
+            raise click.Abort from error
 
 
 @click.group(
@@ -92,7 +83,7 @@ class _Commands(click.Group):
     "fish_source). Every option also reads ZEXPORT_<COMMAND>_<OPTION>.",
 )
 @click.version_option(__version__, "-v", "--version", prog_name="zexport")
-@click.option("--local_rank", hidden=True, expose_value=False)  # put there by deepspeed's launcher
+@click.option("--local_rank", hidden=True, expose_value=False)  # added by deepspeed's launcher
 def cli() -> None:
     """DeepSpeed ZeRO checkpoints to Hugging Face models: offline, bit-exact, in bounded memory.
 
@@ -100,66 +91,80 @@ def cli() -> None:
     """
 
 
-def _meant(word: str) -> str | None:
-    return _MEANT.get(word) or next(iter(_nearest(word, _COMMANDS)), None)
-
-
-def _nearest(word: str, words: Sequence[str]) -> list[str]:
-    """The one of these that is most like the word; none where none is."""
-    import difflib
-
-    return difflib.get_close_matches(word, words, 1)
-
-
 def main() -> NoReturn:
-    """Run the command line and end the process with its exit code."""
-    gc.disable()  # a command makes hardly a cycle; to look for them takes a fifth of its time
+    """Run the command line and exit with its code."""
+    gc.disable()  # commands make few cycles, and collecting takes a fifth of their time
     prepare_streams()
-    _answer_signals()
-    as_json = _wants_json(sys.argv[1:])
-    try:
-        code = cli.main(standalone_mode=False, prog_name="zexport")
-        sys.stdout.flush()
-    except ZexportError as error:
-        code = _tell(error, as_json=as_json)
-    except click.UsageError as error:
-        code = _tell_usage(error, as_json=as_json)
-    except (click.Abort, KeyboardInterrupt) as error:
-        code = _tell_interrupt(error)
-    except BrokenPipeError:
-        code = _BUG  # the reader of our output has gone, as in `zexport inspect run | head -1`
-    sys.exit(code)
-
-
-def _wants_json(words: Sequence[str]) -> bool:
-    """Whether a failure is told in JSON; asked before the words are parsed, which may fail."""
-    command = next((word for word in words if word in _COMMANDS), "")
-    setting = os.environ.get(f"ZEXPORT_{command}_JSON".upper(), "")
-    return "--json" in words or setting.lower() in _YES
-
-
-def _answer_signals() -> None:
-    """Answer requests to end as Ctrl-C; one that is ignored, as under nohup, stays so."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):  # not: nohup
             signal.signal(number, _interrupt)
     signal.signal(signal.SIGALRM, _interrupt)
-    sys.unraisablehook = _take_up
+    sys.unraisablehook = _retry_interrupt
+    sys.exit(run(sys.argv[1:]))
 
 
-def _take_up(told: sys.UnraisableHookArgs) -> None:
-    """Ask anew for an end that Python dropped, as it does in what it calls while it cleans up."""
-    if issubclass(told.exc_type, KeyboardInterrupt):
-        signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
-    else:
-        sys.__unraisablehook__(told)
+def run(words: Sequence[str]) -> int:
+    """Run one command and return its exit code; errors are printed."""
+    command = next((word for word in words if word in _COMMANDS), "")
+    variable = os.environ.get(f"ZEXPORT_{command}_JSON".upper(), "")
+    as_json = "--json" in words or variable.lower() in _YES
+    try:
+        code: int = cli.main([*words], standalone_mode=False, prog_name="zexport") or 0
+        sys.stdout.flush()
+    except ZexportError as error:
+        return print_error(error, as_json=as_json)
+    except click.UsageError as error:
+        return _print_usage_error(error, as_json=as_json)
+    except (click.Abort, KeyboardInterrupt) as error:
+        notes: list[str] = getattr(error.__cause__ or error, "__notes__", [])
+        click.echo(" ".join(["Interrupted.", *notes]), err=True)
+        return _INTERRUPTED
+    except BrokenPipeError:  # such as of `zexport inspect run | head -1`
+        return _BROKEN_PIPE
+    return code
+
+
+def print_error(error: ZexportError, *, as_json: bool) -> int:
+    """Print an error on stderr, and with ``as_json`` also on stdout; return the exit code."""
+    from zexport.report.text import near_text
+
+    first, *more = [error.sentence()] if as_json else error.lines()
+    lines = [f"Error: {first}", *more]
+    lines[-1] = " ".join([lines[-1], *getattr(error, "__notes__", [])])
+    for line in lines:
+        click.echo(near_text(line), err=True)
+    if as_json:
+        from zexport.report.json import ErrorInfo, Failure
+        from zexport.storage.json import form_of
+
+        with suppress(OutputError, BrokenPipeError):  # the first error is the one to report
+            print_json(form_of(Failure(ErrorInfo.of(error))))
+    return error.exit_code
+
+
+def _print_usage_error(error: click.UsageError, *, as_json: bool) -> int:
+    if isinstance(error, click.MissingParameter) and not error.message and error.ctx is not None:
+        example = re.search(r"Example: (.+)", error.ctx.command.help or "")
+        error = click.MissingParameter(
+            f"As in: {example[1]}" if example else None,
+            error.ctx,
+            error.param,
+            error.param_hint,
+            error.param_type,
+        )
+    if as_json:
+        problem, _, hint = error.format_message().partition(". ")
+        usage = UsageError(problem.rstrip("."), hint=hint.rstrip(".") or "See --help")
+        return print_error(usage, as_json=True)
+    error.show()
+    return error.exit_code
 
 
 def _interrupt(_signal: int, frame: FrameType | None) -> None:
-    """End the work, so that nothing half-made is left.
+    """End the work, so that cleanup runs.
 
-    While a module is imported, the process ends at once, which is safe at any moment: extension
-    modules (numpy 2.4, ml_dtypes 0.5) make a traceback and an ImportError of an exception there.
+    During an import, end the process, which is safe then: extension modules (numpy 2.4, ml_dtypes
+    0.5) turn an exception there into a traceback and an ImportError.
     """
     while frame is not None:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
@@ -170,59 +175,9 @@ def _interrupt(_signal: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _tell_interrupt(error: BaseException) -> int:
-    """Say that the work has ended, and what is kept; Click raises its own for Ctrl-C's error."""
-    notes: list[str] = getattr(error.__cause__ or error, "__notes__", [])
-    click.echo(" ".join(["Interrupted.", *notes]), err=True)
-    return _INTERRUPTED
-
-
-def _tell(error: ZexportError, *, as_json: bool) -> int:
-    """Say what is wrong, once for people and once for programs; the exit code."""
-    *lines, last = [error.sentence()] if as_json else error.lines()
-    first, *more = [*lines, " ".join([last, *getattr(error, "__notes__", [])])]
-    for line in _shown((f"Error: {first}", *more)):
-        click.echo(line, err=True)
-    if as_json:
-        from zexport.report.failure import Failure, Told
-        from zexport.storage.json import form_of
-
-        with suppress(OutputError, BrokenPipeError):  # the first failure is the one to be told
-            put_json(form_of(Failure(Told.of(error))))
-    return error.exit_code
-
-
-def _shown(lines: Iterable[str]) -> Iterator[str]:
-    """Lines of a message as people read them: paths as typed from here, folded on a terminal."""
-    from zexport.report.text import folded, near_text
-
-    for line in map(near_text, lines):
-        if not sys.stderr.isatty():
-            yield line
-            continue
-        indent = len(line) - len(line.lstrip()) + 2
-        yield from folded(line, shutil.get_terminal_size().columns, indent)
-
-
-def _tell_usage(error: click.UsageError, *, as_json: bool) -> int:
-    error = _plainer(error)
-    if as_json:
-        problem, _, hint = error.format_message().partition(". ")
-        told = UsageError(problem.rstrip("."), hint=hint.rstrip(".") or "See --help")
-        return _tell(told, as_json=True)
-    error.show()
-    return error.exit_code
-
-
-def _plainer(error: click.UsageError) -> click.UsageError:
-    """Click's refusal, with the one option that was likely meant, or the command's example."""
-    if isinstance(error, click.NoSuchOption) and error.possibilities:
-        typed, meant = error.option_name, error.possibilities
-        begun = [one for one in meant if one.startswith(typed)]
-        near = begun[:1] or _nearest(typed, meant)
-        return click.NoSuchOption(typed, possibilities=near, ctx=error.ctx)
-    if isinstance(error, click.MissingParameter) and not error.message and error.ctx is not None:
-        example = re.search(r"Example: (.+)", error.ctx.command.help or "")
-        told = f"As in: {example[1]}" if example else ""
-        return click.MissingParameter(told, error.ctx, error.param)
-    return error
+def _retry_interrupt(dropped: sys.UnraisableHookArgs) -> None:
+    """Interrupt again if Python dropped the exception, as it does in finalizers."""
+    if issubclass(dropped.exc_type, KeyboardInterrupt):
+        signal.setitimer(signal.ITIMER_REAL, _RETRY_S)
+    else:
+        sys.__unraisablehook__(dropped)

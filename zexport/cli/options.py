@@ -1,4 +1,4 @@
-"""Option types, and options that several commands share: those of every export among them."""
+"""Option types, and options shared by several commands."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from zexport.options import (
     ExportOptions,
     NameLayout,
 )
-from zexport.report.text import plural, size
+from zexport.report.text import size
 from zexport.storage.client import use_storage_options
 from zexport.storage.files import is_local
 from zexport.storage.location import place
@@ -32,12 +32,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _DEFAULTS = ExportOptions()
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-_SIZE = r"(?i)\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*"
+_UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 class GivenPath(click.Path):
-    """A path on this machine, or an address of object storage."""
+    """A local path, or an address of object storage."""
 
     def convert(
         self,
@@ -45,7 +44,6 @@ class GivenPath(click.Path):
         param: click.Parameter | None,
         ctx: click.Context | None,
     ) -> str | bytes | os.PathLike[str]:
-        """The path, as ``click.Path`` has it."""
         try:
             path = place(value)
             return super().convert(path, param, ctx) if is_local(path) else path
@@ -54,74 +52,59 @@ class GivenPath(click.Path):
         except UsageError as error:
             self.fail(error.statement(), param, ctx)
         except OSError as error:
-            self.fail(f"{value!r} leads nowhere: {error.strerror}", param, ctx)
+            self.fail(f"{value!r}: {error.strerror}", param, ctx)
 
 
-# What is missing or may not be read is reported by the library, with the exit code of its errors.
+# The library reports missing and unreadable paths, with the exit codes of its errors.
 PATH = GivenPath(path_type=Path, readable=False)
 
 
 class ByteSize(click.ParamType[int]):
-    """A number of bytes such as ``5GB`` (decimal, as on the hub), ``512MiB`` or ``1000000``."""
+    """A number of bytes such as ``5GB`` (decimal, as on the Hub), ``512MiB`` or ``1000000``."""
 
     name = "size"
 
-    def __init__(self, least_nbytes: int = 1) -> None:
-        self._least_nbytes = least_nbytes
+    def __init__(self, min_nbytes: int = 1) -> None:
+        self._min_nbytes = min_nbytes
 
     def convert(
         self, value: object, param: click.Parameter | None, ctx: click.Context | None
     ) -> int:
-        """Bytes; fewer than the least are refused with what may have been meant."""
         if isinstance(value, int):
             return value
-        match = re.fullmatch(_SIZE, str(value))
-        factors = _UNITS | _BINARY_UNITS
-        nbytes = int(Decimal(match[1]) * factors[(match[2] or "").lower()]) if match else 0
-        if nbytes < 1:
-            self.fail(f"{value!r} is no size; write 5GB, 512MiB or a number of bytes", param, ctx)
-        if match and nbytes < self._least_nbytes:
-            is_enough = Decimal(match[1]) * _UNITS["m"] >= self._least_nbytes
-            is_of_mb = is_enough and (match[2] or nbytes >= _UNITS["k"])
-            meant = f"{match[1]}{'MB' if is_of_mb else 'GB'}"
-            self.fail(
-                f"{value!r} is {plural(nbytes, 'byte')}, too few for a file of weights (at least "
-                f"{size(self._least_nbytes)}). Did you mean {meant}?",
-                param,
-                ctx,
-            )
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", str(value).lower())
+        nbytes = int(Decimal(match[1]) * _UNITS[match[2] or ""]) if match else 0
+        if nbytes < self._min_nbytes:
+            found = f"{value!r} is {size(nbytes)}" if nbytes else f"{value!r} is not a size"
+            least = size(self._min_nbytes)
+            self.fail(f"{found}; write {least} or more, such as 5GB or 512MiB", param, ctx)
         return nbytes
 
 
-class Rename(click.ParamType[tuple[str, str]]):
-    """A renaming such as ``^model=transformer``: pattern, equals sign, replacement."""
+class KeyValue(click.ParamType[tuple[str, str]]):
+    """A pair such as ``key=value``."""
 
-    name = "regex=repl"
-    said = "renaming; write REGEX=REPLACEMENT"
+    def __init__(self, form: str) -> None:
+        self.name = form
 
     def convert(
         self, value: object, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[str, str]:
-        """What is before the equals sign, and what after it."""
         key, equals, rest = str(value).partition("=")
         if not equals or not key:
-            self.fail(f"{value!r} is no {self.said}", param, ctx)
+            self.fail(f"{value!r} is not {self.name.upper()}", param, ctx)
         return key, rest
 
-
-class StorageOption(Rename):
-    """A setting of the store library such as ``region=eu-west-1``."""
-
-    name = "key=value"
-    said = "setting; write KEY=VALUE"
-
     def split_envvar_value(self, rv: str) -> Sequence[str]:
-        """Settings of the environment: one a line, or parted by blanks where it is one line."""
+        """Return the pairs of a variable: one per line, or separated by blanks."""
         return rv.splitlines() if "\n" in rv else rv.split()
 
 
 class Named(click.Choice[str]):
-    """One of an enumeration's members, by its value; ``listed`` are those worth telling of."""
+    """A member of an enumeration, by its value in any case; a dtype also by torch's name.
+
+    Only the ``listed`` ones are in the help.
+    """
 
     def __init__(self, members: type[Enum], listed: Iterable[Enum] = ()) -> None:
         self._members = members
@@ -130,15 +113,14 @@ class Named(click.Choice[str]):
     def convert(
         self, value: object, param: click.Parameter | None, ctx: click.Context | None
     ) -> Any:
-        """Return the member, in any case; a dtype also by torch's name."""
         try:
             return self._members(str(value).lower())
         except ValueError:
-            return super().convert(value, param, ctx)  # its refusal lists the values
+            return super().convert(value, param, ctx)  # its error lists the values
 
 
 def together(*options: Callable[[F], F]) -> Callable[[F], F]:
-    """Several options as one, which a command's help lists in this order."""
+    """Return several options as one decorator; the help lists them in this order."""
 
     def add(command: F) -> F:
         for option in reversed(options):
@@ -149,89 +131,96 @@ def together(*options: Callable[[F], F]) -> Callable[[F], F]:
 
 
 def number_option(
-    option: str, default: int | None, said: str, *, least: int = 1
+    option: str, default: int | None, text: str, *, least: int = 1
 ) -> Callable[[F], F]:
-    """An option that is a whole number, ``least`` or more."""
+    """Return an option for an integer that is at least ``least``."""
     return click.option(
         option,
         type=click.IntRange(least),
         metavar="N",
         default=default,
         show_default=True,
-        help=said,
+        help=text,
     )
 
 
-def _filled(_ctx: click.Context, _param: click.Parameter, prefix: str | None) -> str | None:
-    """What names begin with; an empty one, as of a variable that is not set, means no part."""
-    if prefix == "":
-        raise click.BadParameter("it is empty; leave it out to export all")
-    return prefix
+def _not_empty(_ctx: click.Context, _param: click.Parameter, value: str | None) -> str | None:
+    """Refuse an empty value, such as of an unset shell variable: it would mean everything."""
+    if value == "":
+        raise click.BadParameter("it is empty; omit the option to export all")
+    return value
 
 
-def _checked_page(_: click.Context, __: click.Parameter, page: Path | None) -> Path | None:
-    """``page``, where one can be written, before anything is read for it."""
+def _checked_page(_ctx: click.Context, _param: click.Parameter, page: Path | None) -> Path | None:
+    """Refuse a page that cannot be written before anything is read for it."""
     if page is not None:
-        from zexport.report.page.page import check_place
+        from zexport.report.html.page import check_page_path
 
-        check_place(page)
+        check_page_path(page)
     return page
 
 
-def _use_options(
-    _ctx: click.Context, _param: click.Parameter, given: tuple[tuple[str, str], ...]
+def _use_storage_options(
+    _ctx: click.Context, _param: click.Parameter, pairs: tuple[tuple[str, str], ...]
 ) -> None:
-    if given:
-        use_storage_options(dict(given))
+    if pairs:
+        use_storage_options(dict(pairs))
 
 
 storage_option = click.option(
     "--storage-option",
-    type=StorageOption(),
+    type=KeyValue("key=value"),
     multiple=True,
     expose_value=False,
-    callback=_use_options,
-    help="A setting of the store that addresses (s3://, gs://, az://) are in, such as "
-    "endpoint=URL; repeatable.",
+    callback=_use_storage_options,
+    help="Setting for s3://, gs:// and az:// addresses, such as endpoint=URL. Repeatable.",
 )
 tag_option = click.option(
     "--tag",
     metavar="TAG",
-    help="A checkpoint of several: global_step100, or newest.  [default: what `latest` names]",
+    help="Checkpoint to use, if there are several: global_step100, or newest.  [default: the one "
+    "that `latest` names]",
 )
 links_option = click.option(
     "--follow-symlinks",
     is_flag=True,
-    help="Also read links that lead out of the folders given.",
+    help="Follow symlinks that point outside the input folders.",
 )
 html_option = click.option(
     "--html",
     type=PATH,
     metavar="FILE",
     callback=_checked_page,
-    help="Also write a page to look at: one HTML file that needs no network.",
+    help="Also write the result as one HTML file that works offline.",
 )
 json_option = click.option("--json", is_flag=True, help="Print one JSON object on stdout.")
+quiet_option = click.option(
+    "-q", "--quiet", is_flag=True, help="Print no progress, report or notes, only warnings."
+)
 jobs_option = click.option(
     "--jobs",
     type=click.IntRange(1, 256),
     metavar="N",
     default=_DEFAULTS.jobs,
-    help="Worker threads, at most 256.  [default: one a core, up to 4]",
+    help="Worker threads, 1 to 256.  [default: one per core, up to 4]",
+)
+memory_option = click.option(
+    "--max-memory", type=ByteSize(), help="Memory limit, such as 1GB. Exits with 2 if too small."
 )
 verify_option = click.option(
     "--verify",
     type=click.Choice(["readback", "disk", "none"], case_sensitive=False),
     default="readback",
     show_default=True,
-    help="Read the result again before it gets its name; disk: from the disk, not from memory.",
+    help="Reread and compare the files before publishing: from memory or disk (readback), only "
+    "from disk (disk), or not at all (none).",
 )
 check_option = click.option(
     "--check",
     type=Named(CheckMode),
     default=_DEFAULTS.check.value,
     show_default=True,
-    help="How much of the fp32 weights is compared with the checkpoint's 16-bit copy.",
+    help="How much of the fp32 master weights to compare with the 16-bit module weights.",
 )
 _REFUSED = [kind for kind in FindingKind if kind.is_refused]
 allow_option = click.option(
@@ -239,46 +228,28 @@ allow_option = click.option(
     type=Named(FindingKind, _REFUSED),
     multiple=True,
     metavar="KIND",
-    help=f"Go on where this is found, and say so; repeatable. One of {', '.join(_REFUSED)}.",
+    help="Accept this finding and record it in the manifest. Repeatable. One of "
+    f"{', '.join(_REFUSED)}.",
 )
 progress_option = click.option(
     "--progress",
     type=click.Choice(["auto", "json"], case_sensitive=False),
     default="auto",
     show_default=True,
-    help="Progress on stderr: a bar or plain lines, or JSON lines.",
+    help="Progress on stderr: a bar or plain lines (auto), or JSON lines (json).",
 )
 progress_options = together(
-    progress_option, click.option("-q", "--quiet", is_flag=True, help="No progress.")
+    progress_option, click.option("-q", "--quiet", is_flag=True, help="Print no progress.")
 )
 adapter_config_option = click.option(
-    "--adapter-config", type=PATH, help="adapter_config.json, where it lies elsewhere."
+    "--adapter-config",
+    type=PATH,
+    help="adapter_config.json, if it is not next to the checkpoint.",
 )
 given_options = together(
-    click.option("--base", type=PATH, help="Base model. Default: the one the manifest names."),
+    click.option("--base", type=PATH, help="Base model.  [default: that of the manifest]"),
     adapter_config_option,
 )
-adapter_options = together(
-    click.option(
-        "--adapter",
-        type=Named(AdapterMode),
-        default=_DEFAULTS.adapter.value,
-        show_default=True,
-        help="Keep a peft adapter as peft saves it, or merge it into the base; auto merges if "
-        "--base is given.",
-    ),
-    click.option("--adapter-name", metavar="NAME", help="One adapter of several."),
-    adapter_config_option,
-    click.option(
-        "--base-dtype",
-        type=Named(ExportDType),
-        default=_DEFAULTS.base_dtype.value,
-        show_default=True,
-        help="Element type of the base while the adapter was trained; auto: what DeepSpeed's "
-        "configuration says.",
-    ),
-)
-
 
 export_options = together(
     click.option(
@@ -286,52 +257,69 @@ export_options = together(
         type=Named(ExportDType),
         default=_DEFAULTS.dtype.value,
         show_default=True,
-        help="Element type of the weights; auto: the one that the module trained in. Names of "
-        "torch's, such as bfloat16, do too.",
+        help="dtype of the exported weights, also by torch's name; auto: that of the module "
+        "weights.",
     ),
     click.option(
         "--base",
         type=PATH,
-        help="The model that training began from: a folder, or its name in the hub's cache. It "
-        "gives config, tokenizer, and frozen weights that were not saved.",
+        help="Base model (folder or cached Hub name): supplies config, tokenizer and unsaved "
+        "frozen weights.",
     ),
     click.option(
         "--only",
         metavar="PREFIX",
-        callback=_filled,
-        help="Export one part of the module: what has PREFIX before its names, such as ema.",
+        callback=_not_empty,
+        help="Export only the tensors below PREFIX, such as ema, and remove it from their names.",
     ),
     click.option(
         "--max-shard-size",
         type=ByteSize(SHARD_NBYTES_MIN),
         default="5GB",
         show_default=True,
-        help="Largest safetensors file.",
+        help="Maximum size of a safetensors file.",
     ),
     click.option(
         "--engine",
         type=Named(Engine),
         default=_DEFAULTS.engine.value,
         show_default=True,
-        help="What rebuilds the weights; deepspeed: its own converter, to compare with.",
+        help="Program that reassembles the weights; deepspeed: its own converter, for comparison.",
     ),
-    click.option("--exclude-frozen", is_flag=True, help="Leave frozen weights out."),
+    click.option("--exclude-frozen", is_flag=True, help="Omit frozen weights."),
     click.option(
         "--layout",
         type=Named(NameLayout),
         default=_DEFAULTS.layout.value,
         show_default=True,
-        help="Tensor names: those on the hub, or those that the checkpoint records.",
+        help="Tensor names: as on the Hub (hub), or as in the checkpoint (memory).",
     ),
     click.option(
         "--rename",
-        type=Rename(),
+        type=KeyValue("regex=repl"),
         multiple=True,
-        help="Rename tensors; repeatable, in the order given.",
+        help="Rename tensors. Repeatable; applied in order.",
     ),
-    adapter_options,
+    click.option(
+        "--adapter",
+        type=Named(AdapterMode),
+        default=_DEFAULTS.adapter.value,
+        show_default=True,
+        help="Keep a PEFT adapter, or merge it into the base model; auto: merge if --base is "
+        "given.",
+    ),
+    click.option("--adapter-name", metavar="NAME", help="Adapter to export, if there are several."),
+    adapter_config_option,
+    click.option(
+        "--base-dtype",
+        type=Named(ExportDType),
+        default=_DEFAULTS.base_dtype.value,
+        show_default=True,
+        help="dtype of the base model during training of the adapter; auto: from the DeepSpeed "
+        "config.",
+    ),
     jobs_option,
-    click.option("--max-memory", type=ByteSize(), help="Refuse what needs more memory."),
+    memory_option,
     check_option,
     allow_option,
 )
@@ -343,13 +331,13 @@ def options_of(
     max_memory: int | None,
     rename: tuple[tuple[str, str], ...],
     only: str | None,
-    **chosen: Any,
+    **others: Any,
 ) -> ExportOptions:
-    """What was chosen, by the library's names for it."""
+    """Return the values of ``export_options`` as ``ExportOptions``."""
     return ExportOptions(
         max_shard_nbytes=max_shard_size,
         max_memory_nbytes=max_memory,
         renames=rename,
         only=only or _DEFAULTS.only,
-        **chosen,
+        **others,
     )

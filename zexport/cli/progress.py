@@ -1,4 +1,4 @@
-"""How far the work has come, on stderr: a bar for people, lines for a log, JSON for programs."""
+"""Progress on stderr: a bar, plain lines, or JSON lines."""
 
 from __future__ import annotations
 
@@ -8,55 +8,56 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
+
+import click
 
 from zexport.report.text import duration, size
 
 if TYPE_CHECKING:
-    from rich.progress import Progress as Bar
-
-    from zexport.export.progress import Phase, Progress
+    from zexport.export.report import Phase, Progress
 
 _LINE_SECONDS = 10.0
-_LINE_SECONDS_MIN = 1.0
-_LINES_PER_JOB = 10
 _JSON_SECONDS = 0.5
-_LABEL = {"resume": "Comparing what is there", "write": "Writing", "verify": "Checking"}
+_LABELS = {"resume": "Comparing finished files", "write": "Writing", "verify": "Verifying"}
+
+_OnProgress: TypeAlias = "Callable[[Progress], None]"
 
 
 @contextmanager
-def progress_printer(
-    mode: str, *, quiet: bool = False
-) -> Iterator[Callable[[Progress], None] | None]:
-    """The callback for ``run_export`` and its kin; ``None`` where nothing is to be said.
+def progress_printer(mode: str, *, quiet: bool = False) -> Iterator[_OnProgress | None]:
+    """Yield the callback for ``run_export`` and others; ``None`` if ``quiet``.
 
-    ``mode`` is ``auto`` (a bar on a terminal, a plain line now and then elsewhere) or ``json`` (an
-    object a line).
+    ``mode`` is ``auto`` (a bar on a terminal, else a line every ten seconds) or ``json``.
     """
     if quiet:
         yield None
     elif mode == "json":
-        yield _JsonLines().tell
-    elif _is_terminal():
-        with _new_bar() as bar, _told_of_waiting(bar.console.print):
-            yield _on_bar(bar)
+        yield _Lines(_JSON_SECONDS, _json_line)
+    elif sys.stderr.isatty():
+        with _bar() as (on_progress, echo), _logged(echo):
+            yield on_progress
     else:
-        with _told_of_waiting(_print_line):
-            yield _PlainLines().tell
+        with _logged(_echo):
+            yield _Lines(_LINE_SECONDS, _plain_line)
+
+
+def _echo(line: str) -> None:
+    click.echo(line, err=True)
 
 
 @contextmanager
-def _told_of_waiting(tell: Callable[[str], None]) -> Iterator[None]:
-    """What the library says it waits for is told as it begins, and what it warns of."""
-    log, handler = logging.getLogger("zexport"), logging.Handler()
+def _logged(echo: Callable[[str], None]) -> Iterator[None]:
+    """Print what the library logs: what it waits for, and warnings."""
+    log, level = logging.getLogger("zexport"), logging.getLogger("zexport").level
+    handler = logging.Handler()
 
     def emit(record: logging.LogRecord) -> None:
+        message = record.getMessage()
         is_warning = record.levelno >= logging.WARNING
-        said = record.getMessage()
-        tell(f"Warning: {said}" if is_warning else f"{said} ...")
+        echo(f"Warning: {message}" if is_warning else f"{message} ...")
 
     handler.emit = emit  # type: ignore[method-assign]
-    level = log.level
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     try:
@@ -66,107 +67,77 @@ def _told_of_waiting(tell: Callable[[str], None]) -> Iterator[None]:
         log.setLevel(level)
 
 
-def _print_line(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)  # noqa: T201 - the command line speaks
-
-
-def _is_terminal() -> bool:
-    """Whether stderr can draw a line over: not in a pipe, and not on a dumb terminal."""
-    if not sys.stderr.isatty():
-        return False
-    from rich.console import Console
-
-    return not Console(stderr=True).is_dumb_terminal
-
-
 class _Lines:
-    """When a phase began, what was done of it then, and the speed that shows since."""
+    """Prints a line every some seconds; a JSON line at the end of each phase too."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, seconds: float, line: Callable[[Progress, float, float | None], str]
+    ) -> None:
+        self._seconds = seconds
+        self._line = line
         self._phase: Phase | None = None
-        self._began = self._told_at = 0.0
+        self._start = self._printed = time.monotonic()
         self._done_before = 0
 
-    def _pace(self, progress: Progress) -> tuple[float, float, float | None]:
-        """The time now, bytes a second, and seconds left, where that can be said."""
-        now, done = time.monotonic(), progress.nbytes_done
-        if progress.phase is not self._phase:
-            self._phase, self._began, self._done_before = progress.phase, now, done
-        speed = (done - self._done_before) / max(now - self._began, 1e-9)
-        rest = progress.nbytes_total - done
-        return now, speed, rest / speed if speed else None if rest else 0.0
-
-
-class _JsonLines(_Lines):
-    """Objects with ``phase``, ``nbytes_done``, ``nbytes_total`` and their like."""
-
-    def tell(self, progress: Progress) -> None:
-        now, speed, left = self._pace(progress)
-        is_last = progress.nbytes_done >= progress.nbytes_total
-        if self._told_at and now - self._told_at < _JSON_SECONDS and not is_last:
-            return
-        self._told_at = now
-        line = {
-            "phase": progress.phase.value,
-            "nbytes_done": progress.nbytes_done,
-            "nbytes_total": progress.nbytes_total,
-            "nbytes_resumed": progress.nbytes_resumed,
-            "bytes_per_second": round(speed),
-            "seconds_left": None if left is None else round(left, 1),
-        }
-        print(json.dumps(line), file=sys.stderr, flush=True)  # noqa: T201 - the command line speaks
-
-
-class _PlainLines(_Lines):
-    """A line at every tenth of the work, or after ten seconds, and never two within a second."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._told_tenth = 0
-
-    def tell(self, progress: Progress) -> None:
+    def __call__(self, progress: Progress) -> None:
+        now, rest = time.monotonic(), progress.nbytes_total - progress.nbytes_done
         is_new = progress.phase is not self._phase
-        now, speed, left = self._pace(progress)
-        done, total = progress.nbytes_done, progress.nbytes_total
-        tenth = done * _LINES_PER_JOB // max(total, 1)
         if is_new:
-            self._told_at, self._told_tenth = self._told_at or now, tenth
-        waited = now - self._told_at
-        if waited < (_LINE_SECONDS_MIN if tenth > self._told_tenth else _LINE_SECONDS):
+            self._phase, self._start = progress.phase, now
+            self._done_before = progress.nbytes_done
+        is_edge = self._line is _json_line and (is_new or rest <= 0)
+        if now - self._printed < self._seconds and not is_edge:
             return
-        self._told_at, self._told_tenth = now, tenth
-        rest = "" if left is None else f", {duration(left)} left"
-        line = (
-            f"{_LABEL[progress.phase.value]}: {100 * done // max(total, 1)} % "
-            f"({size(done)} of {size(total)}, {size(round(speed))}/s{rest})"
-        )
-        _print_line(line)
+        self._printed = now
+        speed = (progress.nbytes_done - self._done_before) / max(now - self._start, 1e-9)
+        seconds_left = rest / speed if speed else None if rest else 0.0
+        _echo(self._line(progress, speed, seconds_left))
 
 
-def _new_bar() -> Bar:
-    """A bar that moves, and nothing can be counted yet."""
+def _json_line(progress: Progress, speed: float, seconds_left: float | None) -> str:
+    content = {
+        "phase": progress.phase.value,
+        "nbytes_done": progress.nbytes_done,
+        "nbytes_total": progress.nbytes_total,
+        "nbytes_resumed": progress.nbytes_resumed,
+        "bytes_per_second": round(speed),
+        "seconds_left": None if seconds_left is None else round(seconds_left, 1),
+    }
+    return json.dumps(content)
+
+
+def _plain_line(progress: Progress, speed: float, seconds_left: float | None) -> str:
+    done, total = progress.nbytes_done, progress.nbytes_total
+    left = "" if seconds_left is None else f", {duration(seconds_left)} left"
+    label = _LABELS[progress.phase.value]
+    percent = 100 * done // max(total, 1)
+    return f"{label}: {percent} % ({size(done)} of {size(total)}, {size(round(speed))}/s{left})"
+
+
+@contextmanager
+def _bar() -> Iterator[tuple[_OnProgress, Callable[[str], None]]]:
+    """Yield a callback that moves a bar, and a function that prints a line above it."""
+    from rich import progress as rich
     from rich.console import Console
-    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bar
 
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TimeElapsedColumn())
-    return Bar(*columns, console=Console(stderr=True), transient=True)
-
-
-def _on_bar(bar: Bar) -> Callable[[Progress], None]:
-    """Shows phases on a bar, one after the other."""
-    from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
-
+    bar = rich.Progress(
+        rich.TextColumn("{task.description}"),
+        rich.BarColumn(bar_width=20),
+        rich.DownloadColumn(),
+        rich.TransferSpeedColumn(),
+        rich.TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
     task = bar.add_task("Preparing", total=None)
-    counted = (*bar.columns[:2], DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    shown: list[Phase] = []
+    phases: list[Phase] = []
 
-    def tell(progress: Progress) -> None:
+    def on_progress(progress: Progress) -> None:
         done, total = progress.nbytes_done, progress.nbytes_total
-        if progress.phase not in shown:
-            shown.append(progress.phase)
-            bar.columns = counted
-            bar.reset(task, total=total, description=_LABEL[progress.phase.value])
+        if progress.phase not in phases:
+            phases.append(progress.phase)
+            bar.reset(task, total=total, description=_LABELS[progress.phase.value])
         bar.update(task, completed=done, total=total)
 
-    return tell
+    with bar:
+        yield on_progress, bar.console.print

@@ -1,4 +1,4 @@
-"""``zexport reshard``: a ZeRO checkpoint in, the same training for another number of ranks out."""
+"""``zexport reshard``: rewrite a ZeRO checkpoint for another world size or stage."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ from typing import Any
 
 import click
 
-from zexport.cli.making import Making, making_options, output_option, split
 from zexport.cli.options import (
     PATH,
-    ByteSize,
     allow_option,
     check_option,
     jobs_option,
+    memory_option,
     tag_option,
     verify_option,
 )
+from zexport.cli.run import RunOptions, output_option, run, run_options, split_paths
 from zexport.options import ReshardOptions, ResumeFormat
-from zexport.text import shell_word
 
 
-@click.command(short_help="Turn a ZeRO checkpoint into one for another number of ranks or stage.")
+@click.command(short_help="Rewrite a ZeRO checkpoint for another world size or stage.")
 @click.argument("paths", type=PATH, nargs=-1, metavar="CKPT... OUT")
 @output_option
 @tag_option
@@ -30,74 +29,62 @@ from zexport.text import shell_word
     "--world-size",
     type=click.IntRange(1),
     metavar="N",
-    help="How many data-parallel ranks are to go on; needed for rank files.",
+    help="New data-parallel world size. Required for rank files.",
 )
 @click.option(
     "--stage",
     type=click.IntRange(1, 3),
     metavar="1..3",
-    help="Their ZeRO stage.  [default: the checkpoint's]",
+    help="New ZeRO stage.  [default: that of the checkpoint]",
 )
 @click.option(
     "--ds-config",
     type=PATH,
     metavar="FILE",
-    help="Their DeepSpeed configuration; auto in it is the checkpoint's value.  [default: the one "
-    "in the checkpoint]",
+    help="DeepSpeed config of the new run; auto in it takes the checkpoint's value.  [default: "
+    "that of the checkpoint]",
 )
 @click.option(
     "--format",
     type=click.Choice([one.value for one in ResumeFormat], case_sensitive=False),
     default=ResumeFormat.NATIVE.value,
     show_default=True,
-    help="Rank files for N ranks, which plain load_checkpoint takes, or one universal checkpoint "
-    "for any number of ranks, of which DeepSpeed loads no frozen weights and no buffers.",
+    help="Write rank files for N ranks (native), or a universal checkpoint for any world size, "
+    "from which DeepSpeed loads no frozen weights and no buffers.",
 )
 @click.option(
     "--for-deepspeed",
     metavar="VERSION",
-    help="The DeepSpeed that is to load the universal checkpoint, 0.14.5 or newer.  "
-    "[default: 0.19.3 and newer]",
+    help="DeepSpeed version that will load the universal checkpoint, at least 0.14.5.  [default: "
+    "0.19.3 or later]",
 )
 @click.option(
     "--drop-client-state",
     is_flag=True,
-    help="Leave out what your script saved that cannot be written safely.",
+    help="Omit client state that cannot be written safely.",
 )
 @jobs_option
-@click.option("--max-memory", type=ByteSize(), help="Refuse what needs more memory.")
+@memory_option
 @verify_option
 @check_option
 @allow_option
-@making_options("Replace an older result at OUT, once the new one is complete.")
+@run_options("Replace an older result at OUT once the new one is complete.")
 def reshard(
-    *, paths: tuple[Path, ...], output: Path | None, world_size: int | None, **given: Any
+    *, paths: tuple[Path, ...], output: Path | None, world_size: int | None, **values: Any
 ) -> None:
-    """Turn the ZeRO checkpoint CKPT into OUT, from which the same training goes on with N ranks.
+    """Rewrite the ZeRO checkpoint CKPT as OUT, from which N ranks resume training.
 
-    Weights, optimizer states, schedule and the client's own state come along. OUT is loaded as any
-    checkpoint is: by DeepSpeed's load_checkpoint, Trainer, Accelerate or Lightning. It appears
-    complete or not at all.
+    OUT has weights, optimizer state, LR scheduler and client state. DeepSpeed's load_checkpoint,
+    Trainer, Accelerate and Lightning load it as usual. It appears complete or not at all.
 
     Example: zexport reshard run/checkpoint-100 on-3 -n 3
     """
-    is_bare = world_size is None and given["format"] == ResumeFormat.NATIVE.value
-    ckpts, out = _checked(paths, output, is_bare=is_bare)
-    making = Making.taken_from(given)
-    memory = given.pop("max_memory")
-    options = ReshardOptions(world_size=world_size, max_memory_nbytes=memory, **given)
-    making.make(ckpts, out, options)
-
-
-def _checked(
-    paths: tuple[Path, ...], output: Path | None, *, is_bare: bool
-) -> tuple[tuple[Path, ...], Path]:
-    """CKPT and OUT; without OUT, or bare of a number of ranks, a refusal with an example."""
-    given = (*paths, output) if output is not None else paths
-    source, out = (*map(shell_word, given), "on-3")[:2] if given else ("run/checkpoint-100", "on-3")
-    example = f"zexport reshard {source} {out} -n 3"
-    ckpts, folder = split(paths, output, example)
-    if is_bare:
-        told = f"Say how many ranks are to go on, as in: {example}"
-        raise click.MissingParameter(told, param_hint="'-n'", param_type="option")
-    return ckpts, folder
+    ckpts, out = split_paths(paths, output)
+    if world_size is None and values["format"] == ResumeFormat.NATIVE.value:
+        context = click.get_current_context()
+        hint = "'-n' / '--world-size'"
+        raise click.MissingParameter(ctx=context, param_hint=hint, param_type="option")
+    how = RunOptions.pop(values)
+    memory = values.pop("max_memory")
+    options = ReshardOptions(world_size=world_size, max_memory_nbytes=memory, **values)
+    run(ckpts, out, options, how)

@@ -1,4 +1,4 @@
-"""``zexport verify``: is an export what its manifest, and its checkpoint, say it is?"""
+"""``zexport verify``: compare an export with its manifest and its checkpoint."""
 
 from __future__ import annotations
 
@@ -8,38 +8,31 @@ import click
 
 from zexport.cli.options import (
     PATH,
-    Named,
+    check_option,
     given_options,
     json_option,
     links_option,
     progress_options,
     storage_option,
 )
-from zexport.cli.streams import put_out
+from zexport.cli.output import print_result
 from zexport.errors import UsageError, VerificationError
 from zexport.options import CheckMode
 from zexport.text import shell_word
 
 
-@click.command(short_help="Check an export against its manifest and its checkpoint.")
+@click.command(short_help="Compare an export with its manifest and its checkpoint.")
 @click.argument("outs", type=PATH, metavar="OUT", nargs=-1, required=True)
 @click.option(
     "--against",
     type=PATH,
     multiple=True,
     metavar="CKPT",
-    help="Make every tensor again from this checkpoint, and compare; repeatable, where nodes kept "
-    "their own parts.",
+    help="Recompute every tensor from this checkpoint and compare. Repeatable, if each node kept "
+    "its own rank files.",
 )
 @given_options
-@click.option(
-    "--check",
-    type=Named(CheckMode),
-    default=CheckMode.SAMPLED.value,
-    show_default=True,
-    help="With --against: how much of the fp32 weights is compared with the checkpoint's 16-bit "
-    "copy.",
-)
+@check_option
 @links_option
 @storage_option
 @json_option
@@ -56,7 +49,7 @@ def verify(
     progress: str,
     quiet: bool,
 ) -> None:
-    """Read the folder OUT again and compare every byte with its manifest.
+    """Compare every byte of the folder OUT with its manifest.
 
     Example: zexport verify model --against run/checkpoint-100
     """
@@ -66,10 +59,10 @@ def verify(
 
     out, *more = outs
     if more:
-        meant = " ".join((shell_word(out), "--against", *map(shell_word, more)))
+        words = " ".join(map(shell_word, [str(out), "--against", *map(str, more)]))
         raise UsageError(
-            "one folder is verified at a time",
-            hint=f"To hold it against its checkpoint: zexport verify {meant}",
+            "verify takes one folder",
+            hint=f"Compare it with its checkpoint: zexport verify {words}",
         )
     with progress_printer(progress, quiet=quiet) as on_progress:
         found = verify_export(
@@ -81,6 +74,6 @@ def verify(
             follow_symlinks=follow_symlinks,
             progress=on_progress,
         )
-    put_out(found.to_json, lambda console: print_verify(console, found), as_json=json)
+    print_result(found.to_json, lambda console: print_verify(console, found), as_json=json)
     if not found.ok:
         click.get_current_context().exit(VerificationError.exit_code)

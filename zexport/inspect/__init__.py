@@ -1,1 +1,1 @@
-"""What can be said of a checkpoint without exporting it."""
+"""Summarize a checkpoint without exporting it."""

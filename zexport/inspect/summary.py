@@ -1,0 +1,442 @@
+"""Summary of a checkpoint: layout, files, parameters, problems, and whether it can be exported."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import suppress
+from enum import Enum
+from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from zexport.checkpoint.open import Checkpoint, open_checkpoint, open_locations
+from zexport.checkpoint.resolve import (
+    NEWEST,
+    READ_MAX,
+    Candidate,
+    Location,
+    TagChoice,
+    are_of_one_run,
+    list_candidates,
+    list_run_checkpoints,
+    list_tags,
+    locate,
+    location_of,
+    recorded_step,
+    run_folder,
+    runs_in,
+)
+from zexport.checkpoint.state import FileKind, Role, StoredTensor, TrainingState
+from zexport.checkpoint.zero.file_names import rank_files
+from zexport.checkpoint.zero.records import optimizer_states
+from zexport.errors import AmbiguousTagError, UnsafeError, ZexportError
+from zexport.export.adapters import adapters_in, find_config, is_peft
+from zexport.export.peft import parse_name
+from zexport.export.weights import Weights
+from zexport.filenames import CONFIG
+from zexport.formats.pickle_values import TensorRef
+from zexport.formats.safetensors import read_header
+from zexport.formats.torch_file import read_torch_file
+from zexport.model.hf_files import find_hf_files
+from zexport.optional_deps import lack_for_names, to_have_names
+from zexport.options import ExportOptions
+from zexport.ranges.dtypes import DType
+from zexport.storage.files import absolute, is_file, leaves, matching, version
+from zexport.storage.location import place
+from zexport.storage.os_errors import reading
+from zexport.storage.symlink_policy import Boundary
+from zexport.text import shell_word
+
+_WEIGHT_PATTERNS = (
+    "model*.safetensors",
+    "adapter_model*.safetensors",
+    "pytorch_model*.bin",
+    "adapter_model*.bin",
+)
+
+
+class Outcome(Enum):
+    """Whether an export would succeed, judged by metadata."""
+
+    EXPORTABLE = "exportable"
+    NEEDS_BASE = "needs_base"
+    """Frozen weights were left out; a base model has them."""
+    NOT_EXPORTABLE = "not_exportable"
+    CHOOSE_TAG = "choose_tag"
+    """Several checkpoints, and no ``latest``."""
+
+
+class Verdict(Struct, frozen=True):
+    """Outcome, its reason without a full stop, and the next command or step."""
+
+    outcome: Outcome
+    sentence: str
+    next_step: str
+
+
+class Count(Struct, frozen=True):
+    """Number of tensors, and of their elements."""
+
+    tensors: int
+    numel: int
+
+
+class TagSummary(Struct, frozen=True):
+    """A tag or checkpoint of the run; ``None`` for values that are unknown.
+
+    Attributes:
+        nbytes: size of all files in its folder.
+        world_size: number of optimizer states files that it should have.
+        complete: whether the files of all ranks exist.
+        chosen: whether the summary describes this one.
+    """
+
+    name: str
+    step: int | None = None
+    nbytes: int | None = None
+    optimizer_files: int = 0
+    world_size: int | None = None
+    complete: bool | None = None
+    chosen: bool = False
+
+
+class WeightFile(Struct, frozen=True):
+    """A file of weights in the folder of the tag; ``problem`` is why it cannot be read.
+
+    ``placeholders`` are tensors that ZeRO-3 left empty.
+    """
+
+    name: str
+    nbytes: int
+    tensors: int = 0
+    placeholders: tuple[str, ...] = ()
+    unknown_globals: tuple[str, ...] = ()
+    problem: str = ""
+
+
+class AdapterSummary(Struct, frozen=True):
+    """A PEFT adapter; ``method`` and what follows are empty without ``adapter_config.json``.
+
+    ``has_base``: the checkpoint contains weights of the base model too.
+    """
+
+    name: str
+    tensors: int
+    has_base: bool
+    method: str | None = None
+    rank: int | None = None
+    targets: tuple[str, ...] = ()
+    saved_modules: tuple[str, ...] = ()
+
+
+class Inspection(Struct, frozen=True):
+    """Everything that ``zexport inspect`` shows, except statistics.
+
+    Attributes:
+        tags: the tags of the run, newest last.
+        checkpoint: the chosen one; ``None`` if it is ambiguous.
+        missing_model_files: such as ``config.json``.
+        problems: everything that prevents an export.
+    """
+
+    path: Path
+    tags: tuple[TagSummary, ...]
+    verdict: Verdict
+    checkpoint: TrainingState | None = None
+    weight_files: tuple[WeightFile, ...] = ()
+    missing_model_files: tuple[str, ...] = ()
+    problems: tuple[ZexportError, ...] = ()
+    adapters: tuple[AdapterSummary, ...] = ()
+
+    @property
+    def tensors(self) -> tuple[StoredTensor, ...]:
+        return self.checkpoint.tensors if self.checkpoint is not None else ()
+
+    @property
+    def missing_files(self) -> tuple[str, ...]:
+        """Names of missing rank files that an export needs."""
+        return self.checkpoint.missing_files if self.checkpoint is not None else ()
+
+    def counts(self) -> Mapping[Role, Count]:
+        counts = {}
+        for role in Role:
+            numels = [tensor.numel for tensor in self.tensors if tensor.role is role]
+            counts[role] = Count(len(numels), sum(numels))
+        return counts
+
+    def tied(self) -> Count:
+        """Return the number of tied names, and the elements of their tensors."""
+        if self.checkpoint is None:
+            return Count(0, 0)
+        numel = {tensor.name: tensor.numel for tensor in self.tensors}
+        aliases = self.checkpoint.aliases
+        return Count(len(aliases), sum(numel.get(name, 0) for name in aliases.values()))
+
+    def nbytes_read(self) -> int:
+        """Return the bytes of tensors that an export reads."""
+        return sum(tensor.numel * tensor.dtype.itemsize for tensor in self.tensors)
+
+    def nbytes_written(self, target: DType) -> int:
+        """Return the bytes of tensors that an export to ``target`` writes."""
+        return sum(tensor.numel * tensor.output_dtype(target).itemsize for tensor in self.tensors)
+
+    def with_problems(self, more: Sequence[ZexportError]) -> Inspection:
+        """Return the summary with problems that were found by reading values."""
+        problems = (*self.problems, *more)
+        return replace(self, problems=problems, verdict=_refusal(problems)) if more else self
+
+
+def inspect_checkpoint(
+    path: Checkpoint,
+    *,
+    tag: str | None = None,
+    follow_symlinks: bool = False,
+    options: Sequence[str] = (),
+) -> Inspection:
+    """Return the summary of a checkpoint; of its data, one scalar per rank file is read.
+
+    ``path`` and ``tag`` are those of ``open_checkpoint``. ``options`` are repeated in the next step
+    if a tag has to be chosen first.
+    """
+    paths = [*map(place, [path] if isinstance(path, Path | str) else path)]
+    try:
+        checkpoint = open_checkpoint(paths, tag=tag, follow_symlinks=follow_symlinks)
+    except AmbiguousTagError as error:
+        if len(paths) > 1:
+            raise AmbiguousTagError(
+                "contains several checkpoints, but is one of several folders",
+                path=error.path,
+                found=error.found,
+                hint="Pass one run, or choose the checkpoint of all folders with --tag",
+            ) from error
+        given, holder = absolute(paths[0]), paths[0]
+        if error.path is not None and error.path.is_relative_to(given):
+            holder = holder / error.path.relative_to(given)  # a folder in it may contain the run
+        boundary = Boundary.of(holder, follow=follow_symlinks)
+        tags = tuple(_list_tags(run_folder(holder), boundary, opens=True))
+        if tag == NEWEST or not tags or runs_in(holder):
+            raise
+        return Inspection(holder, tags, _choice(holder, tags, options))
+    with reading(paths[0], hint="Check its permissions"):
+        return _inspect(paths, checkpoint, tag)
+
+
+def _inspect(paths: Sequence[Path], checkpoint: TrainingState, tag: str | None) -> Inspection:
+    location = checkpoint.location
+    problems = list(checkpoint.problems)
+    missing: tuple[str, ...] = ()
+    try:
+        with reading(location.root, hint="Check its permissions"):
+            parts = ((one.root, one.boundary) for one in checkpoint.parts)
+            missing = find_hf_files(location.root, None, location.boundary, parts).missing
+    except UnsafeError:
+        raise
+    except ZexportError as error:
+        problems.append(error)
+    adapters = tuple(_adapters(checkpoint))
+    command = f"zexport consolidate {' '.join(map(shell_word, paths))} OUT"
+    command += f" --tag {shell_word(tag)}" if tag is not None else ""
+    if problems:
+        verdict = _refusal(problems)
+    else:
+        verdict = _verdict(command, checkpoint, adapters, needs_config=CONFIG in missing)
+    empty = {tensor.name for tensor in checkpoint.tensors if not tensor.numel}
+    empty |= {alias for alias, name in checkpoint.aliases.items() if name in empty}
+    return Inspection(
+        path=paths[0],
+        tags=tuple(
+            _chosen_tag(checkpoint) if one.name == location.tag else one
+            for one in _list_tags(location.root, location.boundary)
+        ),
+        verdict=verdict,
+        checkpoint=checkpoint,
+        weight_files=_weight_files(location, empty),
+        missing_model_files=missing,
+        problems=tuple(problems),
+        adapters=adapters,
+    )
+
+
+# --- verdict ---
+
+
+def _verdict(
+    command: str,
+    checkpoint: TrainingState,
+    adapters: Sequence[AdapterSummary],
+    *,
+    needs_config: bool,
+) -> Verdict:
+    if any(adapter.method is not None for adapter in adapters):
+        merge = "--adapter merge" if adapters[0].has_base else "--base MODEL"
+        return Verdict(
+            Outcome.EXPORTABLE,
+            "exportable as an adapter, or merged into its base model",
+            f"{command}  # or merged: {command} {merge}",
+        )
+    if checkpoint.left_out or checkpoint.frozen_left_out:
+        return Verdict(
+            Outcome.NEEDS_BASE,
+            "exportable without the frozen weights, or with those of the base model",
+            f"{command} --base MODEL  # or {command} --exclude-frozen",
+        )
+    command += " --base MODEL" if needs_config else ""
+    sentence = "exportable, judged by metadata"
+    if lack := lack_for_names():
+        sentence += f"; Hub names may be unknown here ({lack})"
+        command += f"  # or add --layout memory. For Hub names: {to_have_names()}"
+    return Verdict(Outcome.EXPORTABLE, sentence, command)
+
+
+def _refusal(problems: Sequence[ZexportError]) -> Verdict:
+    first, *more = problems
+    where = f"{first.path.name}: " if first.path is not None else ""
+    rest = f", and {len(more)} more" if more else ""
+    return Verdict(
+        Outcome.NOT_EXPORTABLE,
+        f"not exportable: {where}{first.problem}{rest}",
+        first.hint or "Use a version of zexport or DeepSpeed that supports it",
+    )
+
+
+def _choice(path: Path, tags: Sequence[TagSummary], options: Sequence[str]) -> Verdict:
+    name = "NAME"
+    if are_of_one_run(tag.name for tag in tags):
+        name = next((tag for tag in reversed(tags) if tag.complete), tags[-1]).name
+    words = ["zexport", "inspect", str(path), "--tag", name, *options]
+    return Verdict(
+        Outcome.CHOOSE_TAG,
+        f"{len(tags)} checkpoints, and no `latest` that names one",
+        " ".join(map(shell_word, words)),
+    )
+
+
+# --- tags ---
+
+
+def _list_tags(root: Path, boundary: Boundary, *, opens: bool = False) -> Iterator[TagSummary]:
+    """Yield the tags of a folder and the checkpoints of its run, newest last.
+
+    Only the newest ``READ_MAX`` are looked into. With ``opens``, ``complete`` is whether
+    ``--tag newest`` would take it; otherwise, whether all rank files exist.
+    """
+    candidates = list_candidates(root, boundary) or [
+        Candidate(name, root / name / list_tags(root / name)[-1], None)
+        for name in list_run_checkpoints(root)
+    ]
+    for index, one in enumerate(candidates, start=READ_MAX - len(candidates)):
+        is_read, step = index >= 0, one.step
+        try:
+            if one.tag_dir.parent == root:
+                location = location_of(one.tag_dir, TagChoice.NEWEST, boundary)
+            else:
+                location = locate(one.tag_dir.parent, follow_symlinks=boundary.follow)
+                step = recorded_step(location.tag_dir, boundary) if is_read else None
+            with reading(location.tag_dir):
+                summary = _tag_summary(one.name, step, location, is_read=is_read)
+                if opens and is_read and summary.complete is not False:
+                    summary = replace(summary, complete=not open_locations([location]).problems)
+        except ZexportError:  # opening this tag reports what is wrong
+            summary = TagSummary(one.name, step)
+        yield summary
+
+
+def _tag_summary(name: str, step: int | None, location: Location, *, is_read: bool) -> TagSummary:
+    files = [file for file in rank_files(location.tag_dir) if file.mp == 0]
+    optimizers = [file for file in files if file.kind is FileKind.OPTIMIZER]
+    summary = TagSummary(name, step, optimizer_files=len(optimizers))
+    if not (is_read and all(location.boundary.holds(file.path) for file in files)):
+        return summary
+    summary = replace(summary, nbytes=_folder_nbytes(location))
+    world_size = None
+    if optimizers:
+        with suppress(ZexportError):  # opening this tag reports what is wrong
+            counts = optimizer_states(read_torch_file(optimizers[0].path)).partition_counts
+            world_size = max(counts, default=None)
+    if world_size is None:
+        return summary
+    found = {(file.kind, file.rank) for file in files if file.rank < world_size}
+    ranks = Counter(kind for kind, _ in found)
+    has_model = ranks[FileKind.MODEL] > 0 or ranks[FileKind.MODEL_PER_RANK] == world_size
+    is_complete = has_model and ranks[FileKind.OPTIMIZER] == world_size
+    return replace(summary, world_size=world_size, complete=is_complete)
+
+
+def _chosen_tag(checkpoint: TrainingState) -> TagSummary:
+    optimizers = sum(file.kind is FileKind.OPTIMIZER for file in checkpoint.files)
+    is_missing = bool(checkpoint.missing_ranks or checkpoint.missing_model_ranks)
+    return TagSummary(
+        name=checkpoint.location.tag,
+        step=checkpoint.global_steps,
+        nbytes=_folder_nbytes(checkpoint.location),
+        optimizer_files=optimizers,
+        world_size=checkpoint.world_size if optimizers else None,
+        complete=not is_missing if optimizers else None,
+        chosen=True,
+    )
+
+
+def _folder_nbytes(location: Location) -> int:
+    return sum(
+        version(path).nbytes
+        for path in leaves(location.tag_dir)
+        if is_file(path) and location.boundary.holds(path)
+    )
+
+
+# --- weight files and adapters ---
+
+
+def _weight_files(location: Location, empty: Container[str]) -> tuple[WeightFile, ...]:
+    """Return the weight files in the folder of the tag; ``empty`` tensors are no placeholders."""
+    paths = {path for pattern in _WEIGHT_PATTERNS for path in matching(location.root, pattern)}
+    found = []
+    for path in sorted(filter(is_file, paths)):
+        location.boundary.check(path)
+        file = WeightFile(path.name, version(path).nbytes)
+        try:
+            if path.suffix == ".safetensors":
+                shapes = {name: tensor.shape for name, tensor in read_header(path).tensors.items()}
+            else:
+                content = read_torch_file(path)
+                entries = content.value.items() if isinstance(content.value, dict) else ()
+                shapes = {str(n): one.shape for n, one in entries if isinstance(one, TensorRef)}
+                file = replace(file, unknown_globals=tuple(map(str, content.unknown_globals)))
+        except ZexportError as error:
+            found.append(replace(file, problem=error.problem))
+            continue
+        placeholders = tuple(n for n, shape in shapes.items() if 0 in shape and n not in empty)
+        found.append(replace(file, tensors=len(shapes), placeholders=placeholders))
+    return tuple(found)
+
+
+def _adapters(checkpoint: TrainingState) -> Iterator[AdapterSummary]:
+    options, stored = ExportOptions(), Weights.of(checkpoint)
+    if not is_peft(checkpoint, stored, options):
+        return
+    owners = [parse_name(tensor.name).adapter for tensor in checkpoint.tensors]
+    has_base = any(
+        tensor.role is Role.FROZEN and tensor.source is not None and not owner
+        for tensor, owner in zip(checkpoint.tensors, owners, strict=True)
+    )
+    for name in adapters_in(stored):
+        summary = AdapterSummary(name, owners.count(name), has_base)
+        try:
+            config = find_config(name, checkpoint, options)
+        except UnsafeError:
+            raise
+        except ZexportError:  # exporting it reports what is wrong
+            config = None
+        if config is not None:
+            modules = config.target_modules or []
+            modules = [modules] if isinstance(modules, str) else modules
+            summary = replace(
+                summary,
+                method=config.peft_type,
+                rank=config.r,
+                targets=(*modules, *(config.target_parameters or ())),
+                saved_modules=tuple(config.modules_to_save or ()),
+            )
+        yield summary
