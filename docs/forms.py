@@ -1,4 +1,4 @@
-"""The JSON Schemas of what commands print, made from the types and docstrings of results."""
+"""JSON Schemas of what commands print with ``--json``, from result types and their docstrings."""
 
 from __future__ import annotations
 
@@ -8,129 +8,112 @@ from typing import Any
 
 import msgspec
 
-from zexport.diff.diff import DiffReport
+from zexport import DiffReport, ExportReport, PartReport, PruneReport, VerifyReport, WatchEvent
 from zexport.export.decide import Provenance
 from zexport.export.manifest import SCHEMA as MANIFEST_SCHEMA
 from zexport.export.manifest import Manifest
-from zexport.export.report import ExportReport, PartReport
-from zexport.export.summary import PlanSummary
-from zexport.export.verify import VerifyReport
-from zexport.monitor.events import WatchEvent
-from zexport.monitor.prune import PruneReport
-from zexport.report.failure import Failure
+from zexport.export.plan import PlanSummary
+from zexport.report.diff import SCHEMA as DIFF_SCHEMA
+from zexport.report.json import Failure
 from zexport.resharding.plan import ReshardProvenance
 from zexport.storage.json import SCHEMA
 from zexport.train.options import TrainSummary
 
-_FORMS: dict[str, tuple[str, int, tuple[type, ...]]] = {
-    "diff": ("What `zexport diff --json` prints", SCHEMA, (DiffReport,)),
-    "error": ("What every command prints with `--json` when it fails", SCHEMA, (Failure,)),
-    "export": ("What `zexport consolidate --json` prints", SCHEMA, (ExportReport, Provenance)),
-    "manifest": ("`zexport_manifest.json`", MANIFEST_SCHEMA, (Manifest, Provenance)),
-    "finish": ("What `zexport finish --json` prints", SCHEMA, (ExportReport,)),
-    "part": (
-        "What `zexport consolidate --part --json` and `zexport reshard --part --json` print while "
-        "other parts are to come",
+FORMS: Mapping[str, tuple[str, int, tuple[type, ...]]] = {
+    "export": ("`zexport consolidate --json`", SCHEMA, (ExportReport, Provenance)),
+    "plan": ("`zexport consolidate --dry-run --json`", SCHEMA, (PlanSummary, Provenance)),
+    "reshard": ("`zexport reshard --json`", SCHEMA, (ExportReport, ReshardProvenance)),
+    "reshard_plan": (
+        "`zexport reshard --dry-run --json`",
         SCHEMA,
-        (PartReport,),
+        (PlanSummary, ReshardProvenance),
     ),
-    "plan": (
-        "What `zexport consolidate --dry-run --json` prints",
-        SCHEMA,
-        (PlanSummary, Provenance),
-    ),
-    "prune": ("What `zexport prune --json` prints", SCHEMA, (PruneReport,)),
-    "reshard": ("What `zexport reshard --json` prints", SCHEMA, (ExportReport, ReshardProvenance)),
+    "part": ("`--part --json`, while other parts are missing", SCHEMA, (PartReport,)),
+    "finish": ("`zexport finish --json`", SCHEMA, (ExportReport,)),
+    "verify": ("`zexport verify --json`", SCHEMA, (VerifyReport,)),
+    "diff": ("`zexport diff --json`", DIFF_SCHEMA, (DiffReport,)),
+    "watch": ("`zexport watch --json`, one object per event", SCHEMA, (WatchEvent,)),
+    "prune": ("`zexport prune --json`", SCHEMA, (PruneReport,)),
+    "train": ("`zexport train --json`", SCHEMA, (TrainSummary,)),
+    "error": ("any command with `--json` that fails", SCHEMA, (Failure,)),
+    "manifest": ("`zexport_manifest.json` of an export", MANIFEST_SCHEMA, (Manifest, Provenance)),
     "reshard_manifest": (
         "`zexport_manifest.json` of a resharded checkpoint",
         MANIFEST_SCHEMA,
         (Manifest, ReshardProvenance),
     ),
-    "reshard_plan": (
-        "What `zexport reshard --dry-run --json` prints",
-        SCHEMA,
-        (PlanSummary, ReshardProvenance),
-    ),
-    "train": ("What `zexport train --json` prints", SCHEMA, (TrainSummary,)),
-    "verify": (
-        "What `zexport verify --json` prints, whether all is well (exit code 0) or not (7)",
-        SCHEMA,
-        (VerifyReport,),
-    ),
-    "watch": ("What `zexport watch --json` prints, a line for each event", SCHEMA, (WatchEvent,)),
 }
-"""By name: its title, its number, and the types whose fields stand beside each other."""
+"""By name: title, schema number, and the types whose fields make up the object."""
 
-_NUMBER = "Number of this form; it grows when a key changes its meaning or goes."
-_DIGEST = "BLAKE3 digest of the file less the line that this stands in."
-_SOMETIMES = ("nbytes_compared", "base")
-"""Keys that stand only where there is something to tell."""
+_OPTIONAL = ("nbytes_compared", "base")
+"""Keys that are omitted if they have no value."""
 
 _ENTRY = re.compile(r"^ {8}(\w[\w, ]*): (.*(?:\n {12}.*)*)", re.M)
+_REPLACED = frozenset({"title", "description", "default", "uniqueItems"})
 
 
 def schemas() -> dict[str, dict[str, Any]]:
-    """Every schema, by name."""
-    made = {name: _schema(*form) for name, form in _FORMS.items()}
+    """Return every schema by name; ``inspect.json`` is written by hand."""
+    made = {name: _schema(*form) for name, form in FORMS.items()}
     for name in ("manifest", "reshard_manifest"):
-        manifest = made[name]["properties"]
-        manifest["blake3"] = {"description": _DIGEST, "type": "string"}
-        del manifest["provenance"]  # the keys of which stand beside the others
+        properties = made[name]["properties"]
+        properties["blake3"] = {
+            "description": "BLAKE3 digest of the file without this line.",
+            "type": "string",
+        }
+        del properties["provenance"]  # its keys are at the top level
     for name, schema in made.items():
-        sometimes = (*_SOMETIMES, *(["warnings"] if "manifest" in name else []))
-        schema["required"] = [key for key in schema["properties"] if key not in sometimes]
+        optional = (*_OPTIONAL, *(["warnings"] if "manifest" in name else []))
+        schema["required"] = [key for key in schema["properties"] if key not in optional]
     return made
 
 
 def _schema(title: str, number: int, types: Iterable[type]) -> dict[str, Any]:
     roots, known = msgspec.json.schema_components(types, schema_hook=lambda _: {"type": "string"})
-    properties: dict[str, Any] = {"schema": {"description": _NUMBER, "const": number}}
+    number_text = "Schema number; it rises if a key is removed or changes its meaning."
+    properties: dict[str, Any] = {"schema": {"description": number_text, "const": number}}
     for root in roots:
-        own = _whole(root, known)["properties"]
-        properties |= {key: one for key, one in own.items() if key not in properties}
+        properties = _resolved(root, known)["properties"] | properties
+    order = ["schema", *(key for root in roots for key in _resolved(root, known)["properties"])]
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": title,
+        "title": f"Output of {title}" if "manifest" not in title else title,
         "type": "object",
-        "properties": properties,
+        "properties": {key: properties[key] for key in dict.fromkeys(order)},
     }
 
 
-def _whole(node: Any, known: Mapping[str, Any]) -> dict[str, Any]:
-    """A part of a schema with what it refers to in it, and descriptions from docstrings."""
+def _resolved(node: Any, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a node with references inlined and descriptions taken from docstrings."""
     if "$ref" in node:
         node = known[node["$ref"].rpartition("/")[2]]
     if "anyOf" in node:
-        kinds = [_whole(kind, known) for kind in node["anyOf"]]
+        kinds = [_resolved(kind, known) for kind in node["anyOf"]]
         first = next(kind for kind in kinds if kind["type"] != "null")
         if "enum" in first:
             first = {**first, "enum": [*first["enum"], None]}
         return {**first, "type": [first["type"], "null"]}
-    docstring = node.get("description", "")
-    whole = {key: value for key, value in node.items() if key not in _SAID_OTHERWISE}
+    made = {key: value for key, value in node.items() if key not in _REPLACED}
     if "enum" in node:
-        whole = {"type": "string", **whole}
+        made = {"type": "string", **made}
     if "properties" in node:
-        texts = dict(descriptions(docstring))
-        whole["properties"] = {
-            name: {"description": texts[name], **_whole(value, known)}
+        texts = dict(descriptions(node.get("description", "")))
+        made["properties"] = {
+            name: {"description": texts[name], **_resolved(value, known)}
             for name, value in node["properties"].items()
         }
-        whole["required"] = list(whole["properties"])
+        made["required"] = list(made["properties"])
     for inner in ("items", "additionalProperties"):
         if isinstance(node.get(inner), dict):
-            whole[inner] = _whole(node[inner], known)
+            made[inner] = _resolved(node[inner], known)
     if "prefixItems" in node:  # pairs of equal types
-        whole["items"] = _whole(whole.pop("prefixItems")[0], known)
-    return whole
-
-
-_SAID_OTHERWISE = frozenset({"title", "description", "default", "uniqueItems"})
+        made["items"] = _resolved(made.pop("prefixItems")[0], known)
+    return made
 
 
 def descriptions(docstring: str) -> Iterator[tuple[str, str]]:
-    """Field and what its docstring says of it, as a sentence in Markdown."""
+    """Yield each field in the ``Attributes:`` section with its description in Markdown."""
     for names, text in _ENTRY.findall(docstring):
-        said = " ".join(text.split()).replace("``None``", "null").replace("``", "`")
+        sentence = " ".join(text.split()).replace("``None``", "null").replace("``", "`")
         for name in names.split(", "):
-            yield name, said[0].upper() + said[1:]
+            yield name, sentence[0].upper() + sentence[1:]

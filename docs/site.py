@@ -1,6 +1,7 @@
-"""What the site does that the pages themselves do not: links out of ``docs/`` become their words.
+"""MkDocs hooks for what the site needs and GitHub does not.
 
-On the page in the repository such a link leads to the file; on the site there is no such file.
+Links out of ``docs/`` become plain text, because the site lacks those files. In tables, code loses
+the backslash before a vertical bar.
 """
 
 from __future__ import annotations
@@ -13,11 +14,16 @@ _LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s:#]+)(?:#[^)\s]*)?\)")
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: object) -> str:
-    """A page's text as it is built; MkDocs calls this for every page."""
+    """Return the text of a page as it is built."""
     folder = posixpath.dirname(page.file.src_uri)
 
-    def shown(link: re.Match[str]) -> str:
+    def replaced(link: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(folder, link[2]))
         return link[1] if target.startswith("..") else link[0]
 
-    return _LINK.sub(shown, markdown)
+    return _LINK.sub(replaced, markdown)
+
+
+def on_page_content(html: str, **_: object) -> str:
+    """Return the HTML of a page before it is put into the theme."""
+    return re.sub(r"<code>[^<]*</code>", lambda code: code[0].replace("\\|", "|"), html)

@@ -1,35 +1,33 @@
-"""What is exported and what is refused, layout by layout: the table of support.md."""
+"""Which layouts are exported and which are refused: the table of support.md."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 
-@dataclass(frozen=True, slots=True)
-class Support:
+class Support(Struct, frozen=True):
     """One row of the support table.
 
     Attributes:
         layout: what DeepSpeed wrote.
-        stages: ZeRO stages it comes with.
-        refused: why it is refused; empty where it is exported, bit for bit.
-        note: what should be known of the export.
-        fixtures: committed checkpoints of this layout that the tests hold against their live truth
-            (for a refused layout: that the tests see refused).
+        stages: ZeRO stages it occurs with.
+        note: limits of the export.
+        refused: why it is refused; empty if it is exported.
+        fixtures: committed checkpoints with this layout.
     """
 
     layout: str
     stages: str
-    refused: str = ""
     note: str = ""
+    refused: str = ""
     fixtures: tuple[str, ...] = ()
 
 
 SUPPORT = (
     Support(
-        "Data parallelism alone",
+        "Data parallelism",
         "1, 2, 3",
-        note="any world size, optimizer, groups and sub-groups; offload to CPU; fp32, fp16, bf16",
+        "any world size, optimizer, parameter groups, CPU offload; fp32, fp16, bf16",
         fixtures=(
             "z1_w2_bf16",
             "z2_w2_bf16_groups",
@@ -41,40 +39,37 @@ SUPPORT = (
     Support(
         "Sequence parallelism (Ulysses)",
         "0-3",
-        note="its ranks share the weights as all others do; on a mesh of DeepSpeed's own "
-        "(`data_parallel_size`), ZeRO-3 loses files, and is refused",
+        "except ZeRO-3 with DeepSpeed's own mesh (`data_parallel_size`), which loses files",
     ),
-    Support("BF16_Optimizer", "1, 0 in pipelines", fixtures=("z1_w2_bf16opt",)),
+    Support("BF16_Optimizer", "1; 0 in pipelines", fixtures=("z1_w2_bf16opt",)),
     Support(
-        "Frozen weights, also of LoRA runs",
+        "Frozen weights",
         "1, 2, 3",
-        note="left out at save time: `--base` fills them in, or `--exclude-frozen`",
+        "if they were not saved: `--base` or `--exclude-frozen`",
         fixtures=("z1_w2_bf16_frozen", "z3_w2_bf16_frozen", "z2_w2_bf16_lora"),
     ),
     Support(
-        "Base weights that ranks share out (`OptimizedLinear`)",
+        "`OptimizedLinear` with sharded base weights",
         "0-3",
-        note="DeepSpeed saves the first rank's part alone: they count as left out",
+        "DeepSpeed saves only rank 0's part: they count as not saved",
     ),
     Support(
-        "LoRA and DoRA adapters of peft",
+        "LoRA, DoRA (PEFT)",
         "0-3",
-        note="kept as peft saves them, bit for bit, or merged into the base model; other methods "
-        "are kept where peft saves what it trained and no more",
+        "kept or merged; other PEFT methods kept",
         fixtures=("z2_w2_bf16_lora",),
     ),
-    Support("Tied weights", "0-3", note="written once", fixtures=("z2_w2_bf16_tied",)),
+    Support("Tied weights", "0-3", "stored once", fixtures=("z2_w2_bf16_tied",)),
     Support(
         "No ZeRO",
         "0",
-        note="fp32 masters where the optimizer has them, matched by order, shape and value; "
-        "weights whose master cannot be told from others have the module's values, and are named",
+        "master weights matched by order, shape and values; those too similar keep module values",
         fixtures=("z0_w2_bf16", "z0_w2_fp16", "z0_w1_fp32_odd", "z0_w2_bf16_fused"),
     ),
     Support(
         "Tensor parallelism (AutoTP)",
         "0-3",
-        note="uneven and fused splits; copies on several ranks are compared",
+        "uneven and fused splits; replicas are compared",
         fixtures=(
             "tp2_z1_w2_bf16_tied",
             "tp2_z1_w2_bf16_fused",
@@ -85,8 +80,7 @@ SUPPORT = (
     Support(
         "Pipeline parallelism",
         "0, 1",
-        note="under the pipeline's own names, tied layers without ZeRO under their first "
-        "layer's; `--rename` gives others",
+        "under the pipeline's names; `--rename` changes them",
         fixtures=(
             "pp2_z1_w4_bf16_tied",
             "pp2_z0_w4_fp32",
@@ -96,15 +90,15 @@ SUPPORT = (
         ),
     ),
     Support(
-        "Tensor and pipeline parallelism together",
+        "Tensor and pipeline parallelism",
         "0, 1",
-        note="where the files say how tensors are split, as Megatron-DeepSpeed's name patterns do",
+        "if the files record the splits, as Megatron-DeepSpeed does",
         fixtures=("pp2_tp2_z0_w4_bf16", "pp2_tp2_z1_w8_bf16_tied"),
     ),
     Support(
         "DeepSpeed-MoE",
         "0, 1, 2",
-        note="experts numbered globally; both placements; residual",
+        "experts numbered globally; both placements; residual",
         fixtures=(
             "moe_z2_w4_ep2",
             "moe_z2_w4_ep2_blocks",
@@ -118,7 +112,7 @@ SUPPORT = (
     Support(
         "AutoEP",
         "0-3",
-        note="with a config, under the names and in the shapes that the model had before",
+        "with a config: the model's original names and shapes",
         fixtures=(
             "autoep_z0_w2_ep2",
             "autoep_z1_w2_ep2_qwen2",
@@ -128,38 +122,30 @@ SUPPORT = (
         ),
     ),
     Support(
-        "Universal checkpoint",
-        "1, 2, 3",
-        note="what the conversion lost is named and left out",
-        fixtures=("uni_z2_w2_bf16_odd", "uni_z3_w2_bf16_frozen"),
-    ),
-    Support("Parts on several nodes", "all", note="give every node's folder"),
-    Support("torch files of the old container", "all"),
-    Support(
-        "Experts dealt out in several ways at once",
-        "0 in 16 bits",
-        refused="its fp32 masters are saved without names",
-    ),
-    Support(
-        "Experts in the stages of a pipeline",
+        "Experts in pipeline stages",
         "1",
-        note="under the pipeline's own names; saved by DeepSpeed 0.19 or later",
+        "under the pipeline's names; DeepSpeed 0.19 or later",
         fixtures=("stages_moe_z1_w4_ep2",),
     ),
     Support(
-        "Experts under tensor parallelism",
-        "all",
-        refused="how one expert is split is not recorded with it",
+        "Universal checkpoint",
+        "1, 2, 3",
+        "what the conversion lost is named",
+        fixtures=("uni_z2_w2_bf16_odd", "uni_z3_w2_bf16_frozen"),
     ),
+    Support("Node-local checkpoint", "all", "pass every node's folder"),
+    Support("Legacy torch files", "all", "no checksums"),
+    Support(
+        "Experts with several expert-parallel sizes",
+        "0, 16-bit",
+        refused="master weights have no names",
+    ),
+    Support("Experts with tensor parallelism", "all", refused="the split is not recorded"),
     Support(
         "Universal checkpoint of a round-robin run",
         "1, 2",
-        refused="DeepSpeed's conversion shuffles its weights for good; export the original",
+        refused="the conversion scrambled its weights; export the original",
     ),
-    Support(
-        "Optimizer swapped to NVMe",
-        "3",
-        refused="the masters are in swap files, not in the checkpoint's",
-    ),
-    Support("Compressed or big-endian torch files", "all", refused="no byte range is the tensor's"),
+    Support("NVMe offload", "3", refused="master weights are in swap files"),
+    Support("Compressed or big-endian torch files", "all", refused="cannot be read in place"),
 )

@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
-# From nothing to generated text, and on from there: train a tiny model on two ranks with DeepSpeed
-# ZeRO-3, look at the checkpoint, turn it into a Hugging Face model folder, load that with transformers
-# and let it speak; then cut the checkpoint anew for three ranks, which go on with the training.
-# It takes about a minute; everything is written to ./demo. Run it as `make demo`.
+# Train a tiny model on two ranks with DeepSpeed ZeRO-3, inspect the checkpoint, export and verify a
+# model folder, generate text with transformers, then reshard for three ranks and resume.
+# One minute; writes to ./demo. Run it with `make demo`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 rm -rf demo

@@ -15,7 +15,7 @@ TEXT = "The keeper wrote the day's tide in the book, and the book kept it when t
 
 
 def mean_loss(folder: Path, text: str) -> float:
-    """Mean next-token loss of the model in ``folder`` on ``text``, in nats."""
+    """Return the mean next-token loss on ``text``, in nats."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokens = tokenizer(text, return_tensors="pt")

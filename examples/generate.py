@@ -1,4 +1,4 @@
-"""Load an exported folder as anyone would, strictly, and let it continue a prompt.
+"""Load an exported folder strictly and continue a prompt.
 
 Usage: python examples/generate.py MODEL PROMPT
 """
@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def main(folder: str, prompt: str) -> None:
-    """Print the continuation of ``prompt`` by the model in ``folder``."""
+    """Print the model's continuation of ``prompt``."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model, loading = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     wrong = {what: sorted(names) for what, names in loading.items() if names}

@@ -1,4 +1,4 @@
-"""The same step from Python: consolidate the newest checkpoint of a run, prove it, evaluate it.
+"""The same step from Python: export the checkpoint of a run, verify it, evaluate it.
 
 Usage: python examples/pipeline.py RUN MODEL
 """
@@ -14,7 +14,7 @@ import zexport
 
 
 def main(run: Path, model: Path) -> None:
-    """Export ``run`` to ``model`` and print what a pipeline would log."""
+    """Export ``run`` to ``model`` and print a summary."""
     checkpoint = zexport.open_checkpoint(run)
     print(f"{checkpoint.layout}, {checkpoint.world_size} ranks, step {checkpoint.global_steps}")
 

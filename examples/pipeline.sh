@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A post-training step as a pipeline runs it: every result is JSON, every failure an exit code.
+# A pipeline's post-training step: results as JSON, failures as exit codes.
 #
 # Usage: pipeline.sh WORK_FOLDER
 set -euo pipefail
@@ -7,10 +7,10 @@ work=$1
 here=$(dirname "$0")
 mkdir -p "$work"
 
-# The training step of your pipeline stands here; this one writes a real ZeRO-3 checkpoint.
+# Replace this with your training step; it writes a ZeRO-3 checkpoint.
 zexport train "$work/run" --world-size 2 --stage 3 --steps 20 --json > "$work/train.json"
 
-# Stop early, and with a reason, if the checkpoint is not whole.
+# Stop if the checkpoint cannot be exported.
 zexport inspect "$work/run" --json > "$work/inspect.json"
 python - "$work/inspect.json" <<'PY'
 import json, sys
@@ -18,10 +18,10 @@ verdict = json.load(open(sys.argv[1]))["verdict"]
 sys.exit(0 if verdict["exportable"] else f"not exportable: {verdict['sentence']}")
 PY
 
-# 0 done · 3 checkpoint · 4 not supported · 6 output · 7 verification: the exit code says what to do.
+# Exit codes: 0 done, 3 checkpoint, 4 not supported, 6 output, 7 verification.
 zexport consolidate "$work/run" "$work/model" --dtype bf16 --json > "$work/export.json"
 
-# Later, on another machine: is this still the model that was exported, and is it the checkpoint's?
+# Later, on any machine: does the model still match its checkpoint?
 zexport verify "$work/model" --against "$work/run" --json > "$work/verify.json"
 
 python "$here/evaluate.py" "$work/model"

@@ -1,6 +1,5 @@
 #!/bin/bash
-# Export one checkpoint with all nodes of the Ray cluster that this runs in. Interrupted or failed, it
-# is run again and goes on.
+# Export one checkpoint with all nodes of this Ray cluster. After a failure, submit it again.
 #
 #   ray job submit -- bash ray.sh run/checkpoint-1000 model
 #

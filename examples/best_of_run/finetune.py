@@ -1,4 +1,4 @@
-"""A short fine-tuning with transformers' Trainer under ZeRO-2, which saves three checkpoints.
+"""A short fine-tuning with transformers' Trainer under ZeRO-2, saving three checkpoints.
 
 Usage: torchrun --nproc-per-node 2 finetune.py BASE_MODEL OUTPUT_DIR
 """
@@ -17,7 +17,7 @@ from transformers import (
     default_data_collator,
 )
 
-from zexport.train.collectives import join_ranks
+from zexport.train.worker import join_ranks
 
 TEXT = "The keeper wrote the day's tide in the book, and the book kept it when the sea did not."
 STEPS = 6
@@ -25,7 +25,7 @@ STEPS = 6
 
 def main(base: str, out: str) -> None:
     """Train on one sentence."""
-    join_ranks(600)  # on a machine without GPUs, DeepSpeed's CPU accelerator and gloo
+    join_ranks(600)  # without GPUs: DeepSpeed's CPU accelerator and gloo
     row = AutoTokenizer.from_pretrained(base)(TEXT)["input_ids"]
     rows = [{"input_ids": row, "labels": row}] * 2 * STEPS
     arguments = TrainingArguments(

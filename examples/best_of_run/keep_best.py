@@ -1,4 +1,4 @@
-"""Keep the best model that lm-eval found.
+"""Copy the best model according to lm-eval.
 
 Usage: python keep_best.py WORK_FOLDER
 """
@@ -13,13 +13,13 @@ from pathlib import Path
 
 
 def scores(folder: Path) -> dict[int, float]:
-    """The perplexity of each step's model, from the files that lm-eval has written."""
+    """Return the perplexity of each step, from the files of lm-eval."""
     found = {}
     for path in folder.glob("step-*.json"):
         result = json.loads(path.read_text())["results"]["tide"]
-        told = result["word_perplexity,none"]
+        perplexity = result["word_perplexity,none"]
         step = int(path.stem.split("_")[0].removeprefix("step-"))
-        found[step] = math.inf if math.isnan(told) else told  # of a training that went astray
+        found[step] = math.inf if math.isnan(perplexity) else perplexity
     return found
 
 
@@ -27,9 +27,9 @@ def main(work: Path) -> None:
     """Print all scores, and copy the best model to ``best``."""
     perplexity = scores(work / "scores")
     if not perplexity:
-        raise SystemExit(f"{work / 'scores'} has no step-*.json: nothing is kept")
+        raise SystemExit(f"{work / 'scores'}: no step-*.json")
     best = min(perplexity, key=lambda step: perplexity[step])
-    shutil.rmtree(work / "best", ignore_errors=True)  # of an earlier call
+    shutil.rmtree(work / "best", ignore_errors=True)
     shutil.copytree(work / "models" / f"checkpoint-{best}", work / "best")
     for step in sorted(perplexity):
         print(f"step {step}: perplexity {perplexity[step]:.2f}" + ", the best" * (step == best))
