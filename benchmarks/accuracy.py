@@ -58,7 +58,7 @@ CONVERTERS: Mapping[str, Convert] = {"zexport": by_zexport, "zero_to_fp32": by_d
 
 
 def outcome(convert: Convert, checkpoint: Path, case: Path) -> Outcome:
-    """How a conversion of ``checkpoint`` ends, held against the truth of ``case``."""
+    """Return how a conversion of ``checkpoint`` ends, compared with the truth of ``case``."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             found = dict(convert(checkpoint, Path(folder) / "out"))
@@ -79,7 +79,7 @@ _DEEPSPEED_RAISES = (
 
 
 def _equal(found: torch.Tensor, truth: torch.Tensor) -> bool:
-    """The same values in the same shape, whatever their type; NaN is none of them."""
+    """Return whether shapes and values are equal; dtypes may differ, NaN may not occur."""
     return bool(found.shape == truth.shape and torch.equal(found.double(), truth.double()))
 
 

@@ -1,4 +1,4 @@
-"""Exports from and into a bucket beside the store library alone: how much of its speed is left?
+"""Exports from and into a bucket, compared with obstore moving the same bytes.
 
 ``python -m benchmarks.buckets`` asks moto's server, in a process of its own, for the same bytes in
 both ways, in turn; ratios are of medians.
@@ -35,9 +35,9 @@ _AT_ONCE = 12
 """Requests of the library at a time, as many as its own default is for parts of an upload."""
 
 
-def _serve(told: Any) -> None:
+def _serve(url: Any) -> None:
     with serving() as server:
-        told.put(server.url)
+        url.put(server.url)
         Event().wait()
 
 
@@ -45,11 +45,11 @@ def _serve(told: Any) -> None:
 def _server() -> Iterator[Server]:
     """A server in a process of its own, named by this one's environment."""
     context = get_context("spawn")
-    told = context.Queue()
-    process = context.Process(target=_serve, args=(told,))
+    url = context.Queue()
+    process = context.Process(target=_serve, args=(url,))
     process.start()
     try:
-        server = Server(told.get())
+        server = Server(url.get())
         os.environ |= server.environment
         yield server
     finally:
@@ -58,7 +58,7 @@ def _server() -> Iterator[Server]:
 
 
 def _fetch(server: Server, plan: ExportPlan) -> None:
-    """The bytes that a plan reads, by the library alone."""
+    """Read the bytes of a plan with obstore only."""
     wanted: dict[Address, list[tuple[int, int]]] = {}
     for tensor in (tensor for file in plan.shards for tensor in file.tensors):
         for one in tensor.source.extents(0, tensor.source.nbytes):
@@ -74,7 +74,7 @@ def _fetch(server: Server, plan: ExportPlan) -> None:
 
 
 def _measure(server: Server, work: Path, nbytes: int, rounds: int) -> None:
-    """Both directions, each beside the library with as many bytes; printed."""
+    """Measure both directions and obstore with as many bytes; print the ratios."""
     tensors = {f"layers.{n}.w": values((2048, 1024), n) for n in range(nbytes >> 23)}
     run = save(Model([tensors]), Run(stage=3), work / "run")
     far = server.put(run, "run")

@@ -1,4 +1,4 @@
-"""What the export callback costs a training: ``python -m benchmarks.callback [--rounds N]``.
+"""Cost of the export callback in a training run: ``python -m benchmarks.callback [--rounds N]``.
 
 The same training on two ranks, which saves at every second step, with the callback and without it
 in turn. Its times are ratios within one run; seconds of the ranks' processors change little where
@@ -67,10 +67,10 @@ def _train(folder: Path, options: argparse.Namespace, *, has_callback: bool) -> 
 
 def _tell(spent: dict[bool, Spent], rounds: int, exported: int) -> None:
     for at, what in enumerate(("by the clock", "of the ranks' processors")):
-        without, beside = (median(one[at] for one in spent[key]) for key in (False, True))
+        without, with_callback = (median(one[at] for one in spent[key]) for key in (False, True))
         total = sum(one[at] for one in spent[True]) / sum(one[at] for one in spent[False])
         print(
-            f"{what}: {without:.3f} s a step without it, {beside:.3f} s with it (medians), "
+            f"{what}: {without:.3f} s a step without it, {with_callback:.3f} s with it (medians), "
             f"{total:.3f} times as much in all"
         )
     print(f"{rounds} rounds of each, {exported} checkpoints exported meanwhile")

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from zexport.callbacks import ExportCallback
-from zexport.train.collectives import join_ranks
+from zexport.train.worker import join_ranks
 
 _LENGTH = 64
 _VOCABULARY = 4096

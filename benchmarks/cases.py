@@ -11,7 +11,7 @@ from benchmarks.llama import Llama, fit
 from benchmarks.measure import run
 
 _BUFFER = 1 << 20
-_SLACK = 1 << 16  # the records after the masters and the zip's directory
+_SLACK = 1 << 16  # the records after the fp32 master weights and the zip's directory
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Case:
     """A checkpoint of one layout and size.
 
     Attributes:
-        work: the folder it lies in.
+        work: the folder that contains it.
         numel: parameters wanted.
         world_size: ranks.
         stage: ZeRO stage.
@@ -52,7 +52,7 @@ class Case:
 
     @property
     def nbytes(self) -> int:
-        """At most what the checkpoint takes: masters, two moments, ZeRO-2's 16-bit weights."""
+        """Upper bound: fp32 weights, optimizer state, and 16-bit weights in ZeRO-2."""
         return self.model.numel * 14
 
     def make(self, env: Mapping[str, str]) -> None:
@@ -72,10 +72,10 @@ class Case:
 
 
 def masters_start(path: Path) -> int:
-    """An offset in an optimizer file at or shortly before its masters.
+    """Return an offset in an optimizer states file at or shortly before its fp32 weights.
 
-    In the files of either stage the masters come after the two moments and are as large as each, so
-    they are the last third; the offset errs on the side of reading some of the moments.
+    In the files of either stage the fp32 weights follow exp_avg and exp_avg_sq and have their
+    size, so they are the last third; the offset may include some optimizer state.
     """
     return max(0, path.stat().st_size * 2 // 3 - _SLACK)
 

@@ -1,19 +1,19 @@
-"""Every model family of the installed transformers: is its hub layout traced rightly?
+"""Compare zexport's Hub layout of every model family with transformers' own conversion.
 
-``python benchmarks/families.py`` builds each from its default config, cut small, fills it with
-numbers that no two elements share, and holds what zexport's layout makes of them against what
-transformers' own conversion does. The outcome is kept in ``docs/families.md``.
+``python benchmarks/families.py`` builds each family small from its default config, numbers all
+elements, and compares. It writes ``benchmarks/families.json``, from which docs/families.md is made.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,9 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto import modeling_auto
 
 from zexport.model.conversion import describe_model
-from zexport.model.hub_layout import HubLayout, HubTensor, StoredLayout
+from zexport.model.hub_names import HubLayout, HubTensor, StoredLayout
 
-PAGE = Path(__file__).parents[1] / "docs" / "families.md"
+RESULTS = Path(__file__).with_name("families.json")
 _MAPPINGS = (
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
@@ -107,14 +107,9 @@ class Outcome:
     layouts: int
     verdict: str
 
-    @property
-    def row(self) -> str:
-        """A line of the table."""
-        cells = (
-            f"`{self.model_type}`", self.architecture, self.memory, self.hub, self.kind,
-            self.layouts, self.verdict,
-        )  # fmt: skip
-        return f"| {' | '.join(map(str, cells))} |"
+    def json(self) -> dict[str, str | int]:
+        """Return the entry of ``families.json``."""
+        return {key: value for key, value in asdict(self).items() if key != "model_type"}
 
 
 def examine(model_type: str) -> Outcome | str:
@@ -238,62 +233,26 @@ def kind_of(layout: HubLayout, shapes: Mapping[str, tuple[int, ...]]) -> str:
             words["split"] += 1
         else:
             words["rearranged"] += 1
-    told = [f"{words[word]} {word}" for word in ("renamed", "split", "joined", "rearranged")]
-    return ", ".join(text for text in told if not text.startswith("0")) or "same"
+    counts = [f"{words[word]} {word}" for word in ("renamed", "split", "joined", "rearranged")]
+    return ", ".join(text for text in counts if not text.startswith("0")) or "same"
 
 
-def page(outcomes: Mapping[str, Outcome | str]) -> str:
-    """The page of documentation."""
+def results(outcomes: Mapping[str, Outcome | str]) -> str:
+    """Return the contents of ``families.json``, one family per line."""
     built = [outcome for outcome in outcomes.values() if isinstance(outcome, Outcome)]
-    verdicts = Counter(
-        outcome.verdict if outcome.verdict in ("equal", "too large to compare") else "not equal"
-        for outcome in built
-    )
     changed = [o for o in built if o.kind != "same" or o.layouts > 1 or o.verdict != "equal"]
-    same = [f"`{o.model_type}`" for o in built if o not in changed]
-    return "\n".join(_lines(outcomes, built, verdicts, changed, same)) + "\n"
-
-
-def _lines(
-    outcomes: Mapping[str, Outcome | str],
-    built: list[Outcome],
-    verdicts: Counter[str],
-    changed: list[Outcome],
-    same: list[str],
-) -> Iterator[str]:
-    yield "# Model families"
-    yield ""
-    yield (
-        f"Made by `python benchmarks/families.py` with transformers {transformers.__version__}. Of "
-        f"{len(outcomes)} model types, {len(built)} build from their default config. Each was cut "
-        "small and filled with numbers"
-    )
-    yield (
-        "that no two elements share; zexport's ranges give what transformers' own conversion gives "
-        f"for {verdicts['equal']} of them, and something else for {verdicts['not equal']}."
-        + (
-            f" {verdicts['too large to compare']} stay too large to compare."
-            if verdicts["too large to compare"]
-            else ""
-        )
-    )
-    yield "A family that is not here works too: its layout is asked of the installed transformers."
-    yield ""
-    yield "## Families whose files differ from what they have in memory"
-    yield ""
-    yield "| model type | class | tensors in memory | in files | what is done | layouts | outcome |"
-    yield "|---|---|--:|--:|---|--:|---|"
-    yield from (outcome.row for outcome in changed)
-    yield ""
-    yield f"## The same in both ({len(same)})"
-    yield ""
-    yield ", ".join(same)
+    same = json.dumps([one.model_type for one in built if one not in changed])
+    entries = [f"  {json.dumps(one.model_type)}: {json.dumps(one.json())}" for one in changed]
+    head = f' "transformers": "{transformers.__version__}",\n "model_types": {len(outcomes)},\n'
+    return f'{{\n{head} "changed": {{\n' + ",\n".join(entries) + f'\n }},\n "same": {same}\n}}\n'
 
 
 def main() -> None:
-    """Examine every family, or those that are named, and write the page."""
+    """Examine every family, or those that are named, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("families", nargs="*", help="model types; all, and the page, if none")
+    parser.add_argument(
+        "families", nargs="*", help="model types; default: all, and write families.json"
+    )
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
@@ -302,7 +261,7 @@ def main() -> None:
         outcomes[model_type] = examine(model_type)
         print(model_type, outcomes[model_type], file=sys.stderr)
     if not arguments.families:
-        PAGE.write_text(page(outcomes), encoding="utf-8")
+        RESULTS.write_text(results(outcomes), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ class Usage:
 def least(
     commands: Mapping[str, tuple[Path, Sequence[str]]], out: Path, rounds: int
 ) -> dict[str, Usage]:
-    """The usage of each command, run by the checkout beside it; ``out`` is removed each time."""
+    """Run each command with its checkout and return the usage; ``out`` is removed each time."""
     found: dict[str, list[Usage]] = {name: [] for name in commands}
     for _ in range(rounds + 1):  # the first fills caches
         for name, (tree, words) in commands.items():

@@ -40,7 +40,7 @@ def generate(
     seed: int = 0,
     sub_group_numel: int = SUB_GROUP_NUMEL,
 ) -> Llama:
-    """The model whose checkpoint now lies in ``folder``: bf16 training, AdamW, step 2.
+    """Write a checkpoint of bf16 training with AdamW at step 2 into ``folder``; return its model.
 
     One rank's data is in memory at a time: 12 bytes for each element of its partition; ZeRO-2's
     model file takes 2 bytes for each parameter of the model.
@@ -87,7 +87,7 @@ def _write_zero3(
             zero3_optimizer_state(flats, ids, world_size),
             folder / f"bf16_{stem}_optim_states.pt",
         )
-        del flats  # or the next rank's would be made beside them
+        del flats  # free them before the next rank
         state = _zero3_model_state(parameters, groups, rank, world_size, seed)
         torch.save(state, folder / f"{stem}_model_states.pt")
 
@@ -145,7 +145,7 @@ def _stripes(
     return flat_data(fragments, start, seed)
 
 
-# ZeRO-2: the parameters are laid end to end, and the whole is cut into equal partitions.
+# ZeRO-2: the parameters are concatenated and split into equal partitions.
 
 
 def _write_zero2(folder: Path, parameters: Sequence[Parameter], world_size: int, seed: int) -> None:
@@ -163,13 +163,13 @@ def _write_zero2(folder: Path, parameters: Sequence[Parameter], world_size: int,
             world_size=world_size,
         )
         torch.save(state, folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
-        del state  # or the next rank's would be made beside it
+        del state  # free it before the next rank
     model = _zero2_model_state(parameters, partition * world_size, world_size, seed)
     torch.save(model, folder / "mp_rank_00_model_states.pt")
 
 
 def _overlapping(parameters: Sequence[Parameter], start: int, numel: int) -> list[Fragment]:
-    """What of the parameters, laid end to end, falls into ``start`` to ``start + numel``."""
+    """Return elements ``start`` to ``start + numel`` of the concatenated parameters."""
     fragments, position = [], 0
     for parameter in parameters:
         begin = max(start - position, 0)

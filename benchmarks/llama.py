@@ -19,7 +19,7 @@ class Parameter:
         name: its name in the module, which for Llama is its name on the hub.
         shape: its shape.
         start: how many elements of the model come before it.
-        frozen: whether the optimizer leaves it alone.
+        frozen: the optimizer does not update it.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The commands that are compared: what each is called, how it is run, what it is measured by."""
+"""The commands that are compared: name, command line, reference."""
 
 from __future__ import annotations
 

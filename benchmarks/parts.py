@@ -39,7 +39,7 @@ class _Throttle:
         time.sleep(max(wait, 0.0))
 
 
-def _worker(work: Path, out: Path, share: Share, rate: float, start: Any, told: Any) -> None:
+def _worker(work: Path, out: Path, share: Share, rate: float, start: Any, times: Any) -> None:
     throttle, whole = _Throttle(rate), LocalInput.read
 
     def read(self: LocalInput, offset: int, part: memoryview) -> int:
@@ -51,33 +51,35 @@ def _worker(work: Path, out: Path, share: Share, rate: float, start: Any, told: 
     options = ExportOptions(jobs=1, max_shard_nbytes=1_000_000)  # a file for each tensor
     start.wait()  # machines do not wait for each other's processes to be forked
     consolidate_part(work / "ckpt", out, share, options)
-    told.put((throttle.first, time.time()))
+    times.put((throttle.first, time.time()))
 
 
 def workers(work: Path, counts: Sequence[int], rate: float, numel: int) -> None:
     """From the first data byte to publication: at most 1.1/n of one worker's time."""
     shapes = {f"model.layers.{n}.weight": (numel // 64 // 1024, 1024) for n in range(64)}
     write_sparse_zero3(work / "ckpt", shapes, 8)
-    context, alone = get_context("fork"), 0.0
+    context, single = get_context("fork"), 0.0
     for count in counts:
         out = work / f"out{count}"
-        start, told = context.Barrier(count), context.Queue()
+        start, times = context.Barrier(count), context.Queue()
         each = [
-            context.Process(target=_worker, args=(work, out, Share(n, count), rate, start, told))
+            context.Process(target=_worker, args=(work, out, Share(n, count), rate, start, times))
             for n in range(1, count + 1)
         ]
         for process in each:
             process.start()
-        found = [told.get(timeout=300) for _ in each]
+        found = [times.get(timeout=300) for _ in each]
         for process in each:
             process.join()
         seconds = max(end for _, end in found) - min(first for first, _ in found)
-        alone = alone or seconds * count
-        _tell(f"{count} workers: {seconds:.1f} s, {seconds * count / alone:.3f}/n of one alone")
+        single = single or seconds * count
+        _report(
+            f"{count} workers: {seconds:.1f} s, {seconds * count / single:.3f}/n of a single worker"
+        )
         shutil.rmtree(out)
 
 
-def _tell(line: str) -> None:
+def _report(line: str) -> None:
     print(f"  {line}", flush=True)
 
 

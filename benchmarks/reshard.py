@@ -1,4 +1,4 @@
-"""``python -m benchmarks.reshard``: resharding beside a copy of its output, and ds_to_universal.
+"""``python -m benchmarks.reshard``: resharding, a copy of its output, and ds_to_universal.
 
 Every command runs once a round, in random order, on a settled disk with the source in the page
 cache; ratios are of medians. The copy ends with its bytes on the disk, as a resharding does.
@@ -27,7 +27,7 @@ _RANKS = 3
 BARE, WHOLE = "zexport reshard --verify none", "zexport reshard"
 COPY, UNIVERSAL = "cp + sync -d of its files", "ds_to_universal"
 TARGETS = {BARE: 1.3, WHOLE: 2.0}
-"""At most so many times the copy."""
+"""Limit, as a multiple of the copy."""
 
 Commands = Mapping[str, Callable[[Path], Sample]]
 

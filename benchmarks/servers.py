@@ -71,7 +71,7 @@ def _no_kernel(*_: object, **__: object) -> None:
 
 
 class _AbsentKernels(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Gives SGLang's compiled package, which loads on a GPU alone, as modules without content."""
+    """Replace SGLang's compiled package, which only loads on a GPU, by empty modules."""
 
     def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
         """A place for the package and all in it."""

@@ -88,7 +88,7 @@ def zero2_optimizer_state(
 
     Args:
         flat: the rank's whole partition.
-        fragments: what lies in it.
+        fragments: its tensors.
         padding: elements at its end that belong to no weight; they stay in the file.
         tensors: number of weights in the whole group.
         world_size: number of ranks.

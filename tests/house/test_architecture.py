@@ -1,4 +1,4 @@
-"""What may be imported where, and what may be said and done where, for the package as a whole."""
+"""Rules for the whole package: who may import, print, catch and write what."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ast
 import re
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,9 +15,8 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 LIMIT_S = 120
 
 
-def where(is_wrong: Callable[[Path], object]) -> list[str]:
-    """The modules of which something is true that must not be."""
-    return [path.relative_to(PACKAGE).as_posix() for path in MODULES if is_wrong(path)]
+def modules_where(holds: Callable[[Path], object]) -> list[str]:
+    return [path.relative_to(PACKAGE).as_posix() for path in MODULES if holds(path)]
 
 
 def tree_of(path: Path) -> ast.Module:
@@ -26,7 +24,7 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def runtime_nodes(node: ast.AST, *, functions: bool = True) -> Iterator[ast.AST]:
-    """Everything below ``node`` that runs, in its functions too or not; no types-only imports."""
+    """Yield the nodes below ``node`` that run; ``TYPE_CHECKING`` blocks do not."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
             continue
@@ -37,7 +35,7 @@ def runtime_nodes(node: ast.AST, *, functions: bool = True) -> Iterator[ast.AST]
 
 
 def packages(path: Path, *, functions: bool = True) -> set[str]:
-    """The top-level packages that a module imports."""
+    """Return the top-level packages that a module imports."""
     names = []
     for node in runtime_nodes(tree_of(path), functions=functions):
         if isinstance(node, ast.Import):
@@ -48,40 +46,34 @@ def packages(path: Path, *, functions: bool = True) -> set[str]:
 
 
 def called(path: Path) -> set[str]:
-    """The names of what a module calls, as they are written."""
+    """Return the called expressions of a module as source text."""
     nodes = runtime_nodes(tree_of(path))
     return {ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)}
 
 
-def test_there_are_modules_to_look_at() -> None:
-    assert len(MODULES) > 50
-    assert "click" in packages(PACKAGE / "cli" / "main.py")
-    assert "sys.exit" in called(PACKAGE / "cli" / "main.py")
-
-
-def test_deepspeed_is_imported_only_to_train_and_as_the_reference() -> None:
-    users = where(lambda path: packages(path) & {"deepspeed", "peft"})
+def test_only_train_and_the_reference_engine_import_deepspeed() -> None:
+    users = modules_where(lambda path: packages(path) & {"deepspeed", "peft"})
     assert users
     assert not [name for name in users if not re.search(r"(^train/|\bdeepspeed_engine\b)", name)]
 
 
-def test_frameworks_are_imported_only_in_processes_of_their_own_or_when_needed() -> None:
-    users = where(lambda path: packages(path, functions=False) & {"torch", "transformers"})
+def test_torch_is_imported_on_use_or_in_another_process() -> None:
+    users = modules_where(lambda path: packages(path, functions=False) & {"torch", "transformers"})
     assert users
     own_process = r"(^(train|callbacks)/|^model/(conversion|trace|names_process)\.py$)"
     assert not [name for name in users if not re.search(own_process, name)]
 
 
-def test_only_the_command_line_and_the_reports_know_a_terminal() -> None:
-    users = where(lambda path: packages(path) & {"click", "rich"})
+def test_only_cli_and_report_import_click_and_rich() -> None:
+    users = modules_where(lambda path: packages(path) & {"click", "rich"})
     assert users
     assert not [name for name in users if not name.startswith(("cli/", "report/"))]
 
 
-def test_the_library_neither_prints_nor_ends_the_process() -> None:
-    speaking = {"print", "input", "exit", "quit", "sys.exit", "os._exit"}
-    users = where(lambda path: called(path) & speaking)
-    own_process = r"(^cli/|\bnames_process\.py$|^train/worker\.py$)"
+def test_library_neither_prints_nor_exits() -> None:
+    printing = {"print", "input", "exit", "quit", "sys.exit", "os._exit"}
+    users = modules_where(lambda path: called(path) & printing)
+    own_process = r"(^cli/|\bnames_process\.py$|^train/launch\.py$)"
     assert users
     assert not [name for name in users if not re.search(own_process, name)]
 
@@ -126,27 +118,29 @@ def _changes(path: Path) -> Iterator[str]:
             yield call
 
 
-def test_files_are_read_through_the_storage() -> None:
-    """So that any of them may be in a bucket; the command line and training use local files."""
-    apart = re.compile(r"(storage|cli|train)/|compat\.py|model/names_process|export/destination")
+def test_files_are_read_through_storage() -> None:
+    """Any input may be in a bucket; only the command line and training use local files."""
+    local_only = re.compile(
+        r"(storage|cli|train)/|compat\.py|model/names_process|export/destination"
+    )
     found = {
         path.relative_to(PACKAGE).as_posix(): calls
         for path in MODULES
-        if not apart.match(path.relative_to(PACKAGE).as_posix())
+        if not local_only.match(path.relative_to(PACKAGE).as_posix())
         if (calls := {call for call in called(path) if _READS.fullmatch(call)})
     }
     assert found == {"monitor/jobs.py": {"os.fstat", "os.pread"}}
 
 
-def test_only_the_storage_knows_addresses() -> None:
-    users = where(lambda path: re.search(r"\bAddress\b", path.read_text(encoding="utf-8")))
+def test_only_storage_handles_addresses() -> None:
+    users = modules_where(lambda path: re.search(r"\bAddress\b", path.read_text(encoding="utf-8")))
     assert users
     assert not [name for name in users if not name.startswith(("storage/", "formats/"))]
 
 
 def test_errors_are_caught_by_name() -> None:
-    """The one exception: whatever the model or DeepSpeed raises ends a training worker's run."""
-    assert where(_catches_anything) == ["train/worker.py"]
+    """Except in a training worker, where the model or DeepSpeed may raise anything."""
+    assert modules_where(_catches_anything) == ["train/launch.py"]
 
 
 def _catches_anything(path: Path) -> bool:
@@ -155,44 +149,31 @@ def _catches_anything(path: Path) -> bool:
 
 
 def _is_narrow(handler: ast.ExceptHandler) -> bool:
-    """Whether it names its errors, or only tidies up after any and lets it go on."""
+    """Whether it names its errors, or cleans up and raises again."""
     caught = "" if handler.type is None else ast.unparse(handler.type)
-    goes_on = isinstance(handler.body[-1], ast.Raise) and handler.body[-1].exc is None
+    reraises = isinstance(handler.body[-1], ast.Raise) and handler.body[-1].exc is None
     if re.search(r"\bBaseException\b", caught):
-        return goes_on
+        return reraises
     return bool(caught) and not re.search(r"\bException\b", caught)
 
 
-def test_imports_only_go_down() -> None:
-    linter = Path(sys.executable).with_name("lint-imports")
-    done = subprocess.run(
-        [str(linter), "--no-cache"],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_no_file_tells_of_the_machine_it_was_made_on() -> None:
+def test_no_file_contains_paths_or_names_of_this_machine() -> None:
     listed = subprocess.run(
         ["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, timeout=LIMIT_S, check=True
     )
     paths = [REPOSITORY / name for name in listed.stdout.decode().split("\0") if name]
     assert paths
-    telling = re.compile("|".join(_telling()).encode())
+    private = re.compile("|".join(_private()).encode())
     found = {
         path.relative_to(REPOSITORY).as_posix(): match[0]
         for path in paths
-        if path.is_file() and (match := telling.search(path.read_bytes()))
+        if path.is_file() and (match := private.search(path.read_bytes()))
     }
     assert not found
 
 
-def _telling() -> Iterator[str]:
-    """Folders that only one machine has, and its name unless that is an ordinary word."""
+def _private() -> Iterator[str]:
+    """Yield patterns of home folders and of the host name unless it is an ordinary word."""
     yield r"(?<![\w.~})>-])/(?:work|root|home)/\w"
     name = socket.gethostname()
     if re.search(r"\d", name) and re.search("[a-z]", name) and len(name) > 5:

@@ -13,7 +13,7 @@ _LAYOUTS = [(2, False), (2, True), (3, False), (3, True)]
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("world_size", [3, 4])
 @pytest.mark.parametrize(("stage", "frozen"), _LAYOUTS)
-def test_deepspeed_reads_from_a_generated_checkpoint_the_values_that_were_generated(
+def test_deepspeed_reads_generated_checkpoints(
     tmp_path: Path, stage: int, frozen: bool, world_size: int
 ) -> None:
     import torch
@@ -35,7 +35,7 @@ def test_deepspeed_reads_from_a_generated_checkpoint_the_values_that_were_genera
 
 
 @pytest.mark.parametrize("numel", [10**5, 10**7, 4 * 10**8])
-def test_transformers_makes_the_same_names_and_shapes_of_the_config(numel: int) -> None:
+def test_generated_names_and_shapes_equal_transformers(numel: int) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -48,7 +48,7 @@ def test_transformers_makes_the_same_names_and_shapes_of_the_config(numel: int) 
 
 
 @pytest.mark.deepspeed
-def test_accuracy_tells_right_weights_from_wrong_ones_and_from_errors(tmp_path: Path) -> None:
+def test_accuracy_distinguishes_right_weights_wrong_weights_and_errors(tmp_path: Path) -> None:
     case = accuracy.FIXTURES / "z2_w2_bf16_groups"
     flipped = accuracy.damaged(case, tmp_path)
     convert = accuracy.CONVERTERS

@@ -1,6 +1,6 @@
 """vLLM computes the log-probabilities that transformers computes (``make test-servers``).
 
-``build/servers.md`` gets the largest differences, as docs/clients.md has them.
+``build/servers.md`` gets the largest differences; docs/clients.md summarizes them.
 """
 
 from __future__ import annotations

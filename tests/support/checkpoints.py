@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from math import prod
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from unittest import mock
 
 import torch
@@ -23,7 +24,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Model:
-    """A model in training; the groups hold its masters, by optimizer parameter group."""
+    """A model in training; the groups hold its fp32 master weights."""
 
     groups: Sequence[Tensors]
     frozen: Tensors = field(default_factory=dict)
@@ -32,13 +33,13 @@ class Model:
     dtype: torch.dtype = torch.bfloat16
 
     @property
-    def masters(self) -> Tensors:
+    def trained(self) -> Tensors:
         return {name: value for group in self.groups for name, value in group.items()}
 
     @property
     def tensors(self) -> Tensors:
         """Every tensor once, each with its own element type."""
-        return {**self.masters, **self.frozen, **self.buffers}
+        return {**self.trained, **self.frozen, **self.buffers}
 
 
 @dataclass(frozen=True)
@@ -94,9 +95,8 @@ def _save(state: object, path: Path, run: Run) -> None:
         torch.save(state, path, _use_new_zipfile_serialization=not run.legacy)
 
 
-def edit(path: Path, change: object) -> None:
-    """Load a rank file, let ``change`` alter its dictionary, and write it again."""
-    assert callable(change)
+def edit(path: Path, change: Callable[[Any], object]) -> None:
+    """Load a rank file, let ``change`` edit its dictionary, and write it again."""
     with deepspeed_names():
         state = torch.load(path, weights_only=False)
         change(state)
@@ -148,7 +148,7 @@ def _module(model: Model, run: Run) -> OrderedDict[str, torch.Tensor]:
     module: OrderedDict[str, torch.Tensor] = OrderedDict()
     frozen = {} if run.exclude_frozen else model.frozen
     if run.stage == 3:
-        for name in (*model.masters, *frozen):
+        for name in (*model.trained, *frozen):
             module[name] = torch.empty(0, dtype=model.dtype)
     else:
         for group in model.groups:
@@ -316,6 +316,11 @@ class DynamicLossScaler(LossScaler):
     pass
 
 
+class fragment_address:  # noqa: N801 - DeepSpeed's name, which the pickle contains
+    def __init__(self, start: int, numel: int) -> None:
+        self.start, self.numel = start, numel
+
+
 def _module_of(cls: type, home: str) -> ModuleType:
     cls.__module__, cls.__qualname__ = home, cls.__name__
     module = ModuleType(home)
@@ -325,6 +330,10 @@ def _module_of(cls: type, home: str) -> ModuleType:
 
 _MODULES = {
     "deepspeed": ModuleType("deepspeed"),
+    "deepspeed.utils": ModuleType("deepspeed.utils"),
+    "deepspeed.utils.tensor_fragment": _module_of(
+        fragment_address, "deepspeed.utils.tensor_fragment"
+    ),
     "deepspeed.runtime.zero.config": _module_of(ZeroStageEnum, "deepspeed.runtime.zero.config"),
     "deepspeed.runtime.fp16.loss_scaler": _module_of(
         LossScaler, "deepspeed.runtime.fp16.loss_scaler"

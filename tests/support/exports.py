@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
 import zexport
-from zexport.cli.main import cli
+from tests.support.cli import run
 
 EXIT_CODES = {
     **dict.fromkeys(("usage", "memory_limit", "missing_extra"), 2),
@@ -22,8 +21,7 @@ EXIT_CODES = {
 
 def invoke(command: str, *words: object, code: int = 0) -> dict[str, Any]:
     """Return the JSON that a command prints; it must end with ``code``."""
-    line = [command, *map(str, words), "--json"]
-    done = CliRunner().invoke(cli, line, catch_exceptions=False)
+    done = run(command, *words, "--json").or_raise()
     assert done.exit_code == code, done.output
     printed: dict[str, Any] = json.loads(done.stdout)
     return printed
@@ -53,16 +51,16 @@ def refused(
     error = caught.value
     assert (error.kind, error.finding) == (kind, finding), error
     assert error.exit_code == EXIT_CODES[kind]
-    told = str(error).replace(str(out.parent), "")
-    assert word in told, told
+    message = str(error).replace(str(out.parent), "")
+    assert word in message, message
     assert not out.exists()
     return error
 
 
 def mentions(report: dict[str, Any], *words: str) -> bool:
     """Whether one warning or note contains all these words."""
-    told = (*report["warnings"], *report["notes"])
-    return any(all(word in one for word in words) for one in told)
+    messages = (*report["warnings"], *report["notes"])
+    return any(all(word in one for word in words) for one in messages)
 
 
 def warns(report: dict[str, Any], *words: str) -> bool:

@@ -1,4 +1,4 @@
-"""``zexport`` as a process that need not begin: a fork of this one, which has imported it.
+"""``zexport`` commands run in a fork of this process, which has imported it.
 
 A fork has its own descriptors, signals, environment and end, as a command has that a user types;
 only what is imported at the start is not its own. Tests of that start a Python.
@@ -17,7 +17,7 @@ from tempfile import TemporaryFile
 from typing import NoReturn
 
 from zexport import ZexportError
-from zexport.cli.main import main
+from zexport.__main__ import main
 
 _INIT = ZexportError.__init__
 """As it is outside of tests, which note the errors that are made."""
@@ -26,16 +26,16 @@ _INIT = ZexportError.__init__
 def typed(
     *words: object, limit_s: float = 100, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """A command, run to its end: exit code, and what it has written."""
+    """Run a command and return its exit code and output."""
     with TemporaryFile() as out, TemporaryFile() as err:
         if not (pid := os.fork()):
             _become([*map(str, words)], environment, (out.fileno(), err.fileno()))
         code = _ended(pid, limit_s)
-        told = []
+        outputs = []
         for file in (out, err):
             file.seek(0)
-            told.append(file.read().decode())
-    return subprocess.CompletedProcess(words, code, *told)
+            outputs.append(file.read().decode())
+    return subprocess.CompletedProcess(words, code, *outputs)
 
 
 def _become(words: list[str], environment: Mapping[str, str], files: tuple[int, int]) -> NoReturn:
@@ -51,7 +51,7 @@ def _become(words: list[str], environment: Mapping[str, str], files: tuple[int, 
         main()
     except SystemExit as end:
         code = end.code
-    except BaseException:  # as Python does with what nobody catches
+    except BaseException:  # as Python does with uncaught exceptions
         traceback.print_exc()
     finally:
         sys.stdout.flush()

@@ -1,8 +1,8 @@
 """Short trainings by the frameworks themselves, under DeepSpeed's ZeRO-3 on two ranks of the CPU.
 
 ``torchrun --nproc-per-node 2 framework_runs.py BASE OUT FRAMEWORK...`` leaves two things for each:
-``OUT/FRAMEWORK``, as the framework left it, and ``OUT/FRAMEWORK.truth.safetensors``, the masters of
-the running engine and its frozen weights, under their names in memory. All share one start.
+``OUT/FRAMEWORK``, as the framework left it, and ``OUT/FRAMEWORK.truth.safetensors``, the engine's
+fp32 master weights and frozen weights under in-memory names. All share one start.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl import SFTConfig, SFTTrainer
 
 from zexport.callbacks import LightningExportCallback
-from zexport.train.collectives import join_ranks
+from zexport.train.worker import join_ranks
 
 Tensors = dict[str, torch.Tensor]
 STEPS = 2
@@ -120,7 +120,7 @@ def with_accelerate(base: Path, out: Path) -> Tensors:
 
 
 def with_lightning(base: Path, out: Path) -> Tensors:
-    """Lightning's trainer with its DeepSpeed strategy, which takes CUDA's accelerator alone."""
+    """Lightning's trainer with its DeepSpeed strategy, which only accepts CUDA."""
 
     class Cpu(CPUAccelerator, CUDAAccelerator):
         @staticmethod
@@ -195,7 +195,7 @@ def _truth(module: torch.nn.Module) -> Tensors:
 
 
 def main(base: str, out: str, *frameworks: str) -> None:
-    """What one rank does: a training for each framework, in a folder of its name."""
+    """Train with each framework in turn, in a folder of its name."""
     ranks = join_ranks(_LIMIT_S)
     for framework in frameworks:
         folder = Path(out) / framework

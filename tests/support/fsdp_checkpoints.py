@@ -112,7 +112,7 @@ class _Maker:
         self.folder, self.rank = folder, rank
 
     def case(self, name: str, weights: Mapping[str, Any], states: Mapping[str, Any]) -> Path:
-        """The folder of a checkpoint, beside its live values."""
+        """Return the folder of a checkpoint; its live values are next to it."""
         from torch import distributed
 
         if self.rank == 0:

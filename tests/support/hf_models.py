@@ -46,16 +46,16 @@ def write_checkpoint(
     """A ZeRO checkpoint of a live model, in training in bf16; ``wrap`` comes before every name."""
     names: dict[int, str] = {}
     tied: dict[str, str] = {}
-    masters: dict[str, torch.Tensor] = {}
+    parameters_fp32: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) in names:
             tied[wrap + name] = names[id(parameter)]
         else:
             names[id(parameter)] = wrap + name
-            masters[wrap + name] = parameter.detach()
-    parameters = {*masters, *tied}
+            parameters_fp32[wrap + name] = parameter.detach()
+    parameters = {*parameters_fp32, *tied}
     buffers = {wrap + n: t for n, t in model.state_dict().items() if wrap + n not in parameters}
-    return save(Model([masters], buffers=buffers, tied=tied), run or Run(), root)
+    return save(Model([parameters_fp32], buffers=buffers, tied=tied), run or Run(), root)
 
 
 def write_config(folder: Path, config: Any, **changes: Any) -> Path:

@@ -13,7 +13,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-TOKEN = "hf_secret"  # noqa: S105 - of nobody
+TOKEN = "hf_secret"  # noqa: S105
 
 _Reply = tuple[int, Any]
 
@@ -47,12 +47,12 @@ class Hub:
             self.objects[sha256(body).hexdigest()] = body
             return 200, {}
         if method == "GET":
-            return self.told(path)
+            return self.paths_info(path)
         kind = next(word for word in _ANSWERS if word in path)
-        told = body if kind == "/commit/" else json.loads(body)
-        return 200, getattr(self, _ANSWERS[kind])(told)
+        body = body if kind == "/commit/" else json.loads(body)
+        return 200, getattr(self, _ANSWERS[kind])(body)
 
-    def told(self, path: str) -> _Reply:
+    def paths_info(self, path: str) -> _Reply:
         if path.startswith("/api/whoami"):
             return 200, {"type": "user", "name": "me"}
         if self.private is None:
@@ -62,15 +62,15 @@ class Hub:
             {"type": "file", "path": name, "size": len(data), "oid": ""} for name, data in items
         ]
 
-    def create(self, told: dict[str, Any]) -> dict[str, Any]:
+    def create(self, body: dict[str, Any]) -> dict[str, Any]:
         if self.private is None:
-            self.private = bool(told.get("private") or told.get("visibility") == "private")
-        return {"url": f"{self.url}/{told['organization']}/{told['name']}"}
+            self.private = bool(body.get("private") or body.get("visibility") == "private")
+        return {"url": f"{self.url}/{body['organization']}/{body['name']}"}
 
-    def validate(self, _told: dict[str, Any]) -> dict[str, Any]:
+    def validate(self, _body: dict[str, Any]) -> dict[str, Any]:
         return {"errors": [], "warnings": []}
 
-    def modes(self, told: dict[str, Any]) -> dict[str, Any]:
+    def modes(self, body: dict[str, Any]) -> dict[str, Any]:
         return {
             "files": [
                 {
@@ -78,14 +78,14 @@ class Hub:
                     "uploadMode": "lfs" if one["path"].endswith(".safetensors") else "regular",
                     "shouldIgnore": False,
                 }
-                for one in told["files"]
+                for one in body["files"]
             ]
         }
 
-    def batch(self, told: dict[str, Any]) -> dict[str, Any]:
+    def batch(self, body: dict[str, Any]) -> dict[str, Any]:
         """Where each object is put; nothing for one that is there."""
         objects = []
-        for one in told["objects"]:
+        for one in body["objects"]:
             actions = {"upload": {"href": f"{self.url}/put/{one['oid']}", "header": {}}}
             objects.append(one if one["oid"] in self.objects else one | {"actions": actions})
         return {"transfer": "basic", "objects": objects}

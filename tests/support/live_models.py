@@ -183,7 +183,7 @@ def checkpoint_of(
     config: Mapping[str, Any] | None = None,
     trained: Model | None = None,
 ) -> Path:
-    """A checkpoint of ``model`` with its config beside it."""
+    """Save a checkpoint of ``model`` with its config."""
     save(trained or in_training(model), Run(stage=stage), root)
     model.config.save_pretrained(root)
     if config is not None:

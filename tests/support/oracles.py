@@ -1,4 +1,4 @@
-"""The naive answer: load every file with torch, lay everything end to end in memory, cut it up."""
+"""Naive consolidation: load every file with torch, concatenate in memory, split."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def consolidated(tag_dir: Path) -> Tensors:
 
 
 def cast(tensors: Tensors, dtype: torch.dtype, buffers: set[str]) -> Tensors:
-    """What an export to ``dtype`` makes of them: fp32 leaves buffers alone, integers stay."""
+    """Cast like an export to ``dtype``: fp32 keeps buffers, integers never change."""
     kept = {
         name
         for name, value in tensors.items()

@@ -161,7 +161,7 @@ FORMS = {
 
 @dataclass(frozen=True)
 class Trained:
-    """A live model, and what lies on the disk of it.
+    """A live model and its files.
 
     Attributes:
         model: in fp32; what is frozen holds values of bf16.
@@ -192,7 +192,7 @@ def train(
         model = get_peft_model(base, form.config(), adapter_name=adapters[0])
         for name in adapters[1:]:
             config = form.config()
-            config.base_model_name_or_path = base.name_or_path  # which peft sets on the first alone
+            config.base_model_name_or_path = base.name_or_path  # peft sets it only on the first
             model.add_adapter(name, config)
         for name, parameter in model.named_parameters():
             if form.by_hand and form.by_hand in name and "lora" not in name:

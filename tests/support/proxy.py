@@ -100,8 +100,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = answer.is_closed or answer.cut is not None
         if is_right and forwarded is not None:
             status, reason, headers, content = forwarded
-            told = None if answer.is_short else len(content)
-            self._send(status, reason, headers, content[: answer.cut], told)
+            declared = None if answer.is_short else len(content)
+            self._send(status, reason, headers, content[: answer.cut], declared)
         elif not answer.is_closed:
             number, _, reason = answer.status.partition(" ")
             refusal = f"<Error><Code>{answer.code}</Code></Error>".encode()
@@ -136,9 +136,9 @@ class _Handler(BaseHTTPRequestHandler):
             link.close()
 
     def _send(
-        self, status: int, reason: str, headers: Headers, body: bytes, told: int | None = None
+        self, status: int, reason: str, headers: Headers, body: bytes, declared: int | None = None
     ) -> None:
-        nbytes = len(body) if told is None else told
+        nbytes = len(body) if declared is None else declared
         if self.command == "HEAD":  # the length of what a GET would return
             lengths = [value for name, value in headers if name.lower() == "content-length"]
             nbytes, body = int(lengths[0]) if lengths else 0, b""

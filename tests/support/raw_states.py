@@ -89,7 +89,7 @@ def _zero12(model: Any, files: list[Any]) -> States:
 
 
 def _cut(kind: str, parts: list[Any], sizes: Iterable[tuple[str, int]], gaps: Any) -> States:
-    """A flat group's tensors end to end; padding lies behind the whole."""
+    """Split a flat group into its tensors; padding follows the last one."""
     if not torch.is_tensor(parts[0]) or parts[0].ndim == 0:
         return {f"{n}|{kind}": torch.as_tensor(parts[0], dtype=torch.float64) for n, _ in sizes}
     flat, offset, states = torch.cat(parts), 0, {}
@@ -115,7 +115,7 @@ def _muon(sizes: list[tuple[str, int]], parts: list[torch.Tensor], partition: in
 
 
 def _zero0(model: Any, order: Sequence[Sequence[str]]) -> States:
-    """Masters by position in the optimizer, or the module's weights where it keeps none."""
+    """Return fp32 master weights by optimizer position, or module weights if there are none."""
     saved = model["optimizer"]
     inner = saved.get("optimizer_state_dict", saved)
     states, position = {}, 0
@@ -130,8 +130,8 @@ def _zero0(model: Any, order: Sequence[Sequence[str]]) -> States:
             for kind, flat in kinds.items():
                 states |= _cut(kind, [flat], sizes, [0] * len(sizes))
             continue
-        masters = saved.get("fp32_groups", [[model["module"][n] for n in ns] for ns in order])
-        for (name, _), master in zip(sizes, masters[index], strict=True):
+        groups = saved.get("fp32_groups", [[model["module"][n] for n in ns] for ns in order])
+        for (name, _), master in zip(sizes, groups[index], strict=True):
             kinds = {"fp32": master.detach(), **inner["state"].get(position, {})}
             for kind, value in kinds.items():
                 states |= _cut(

@@ -23,7 +23,7 @@ LOSSES_AGREE = {"fp32": 2e-6, "bf16": 2e-3, "fp16": 2e-3}
 
 @dataclass(frozen=True)
 class Move:
-    """A run of ``source`` that goes on as ``target``, by rank files or a universal checkpoint."""
+    """A run of ``source`` resumed as ``target``, from rank files or a universal checkpoint."""
 
     source: Spec
     target: Spec
@@ -46,7 +46,7 @@ class Move:
 
 
 def departures(moves: Sequence[Move], root: Path) -> dict[str, list[str]]:
-    """What differs, by move; those moves alone of which something does."""
+    """Return the differences of each move that has any."""
     sources: dict[str, Job] = {}
     for move in moves:
         sources.setdefault(repr(move.source), Job(move.source, root / f"source{len(sources)}"))
@@ -111,7 +111,7 @@ def _differences(move: Move, source: Job, target: Job) -> Iterator[str]:
 
 
 def _leave_out_what_is_not_loaded(move: Move, before: Any, after: Any) -> None:
-    """DeepSpeed loads a universal checkpoint's optimizer alone; under ZeRO-3 no group's own part.
+    """DeepSpeed loads only the optimizer of a universal checkpoint; under ZeRO-3 no group settings.
 
     There, what groups have differently is the new run's own, and all share one count of steps.
     """

@@ -36,8 +36,8 @@ class Going:
     @property
     def losses(self) -> list[float]:
         """Of the updates that it did, the mean of all ranks."""
-        told: list[float] = json.loads((self.out / "losses.json").read_text(encoding="utf-8"))
-        return told
+        losses: list[float] = json.loads((self.out / "losses.json").read_text(encoding="utf-8"))
+        return losses
 
     def ds_config(self) -> dict[str, Any]:
         """As users of Trainer write it."""

@@ -1,6 +1,6 @@
 """A Trainer on two ranks that saves at every step, and keeps two checkpoints.
 
-``torchrun --nproc-per-node 2 saving_often.py BASE OUT STEPS PAUSE [MODELS]`` goes on from the last
+``torchrun --nproc-per-node 2 saving_often.py BASE OUT STEPS PAUSE [MODELS]`` resumes from the last
 checkpoint, as a launcher would have it, and exports to MODELS by the callback. It leaves in
 ``OUT.truth`` the weights of the running engine at each save, and in ``OUT.log.jsonl`` a line for
 each step's loss, and for each save when it was and how long the callback took.
@@ -27,7 +27,7 @@ from transformers import (
 from transformers.trainer_utils import get_last_checkpoint
 
 from tests.support import framework_runs
-from zexport.train.collectives import join_ranks
+from zexport.train.worker import join_ranks
 
 
 class _Truth(TrainerCallback):
@@ -38,9 +38,9 @@ class _Truth(TrainerCallback):
         self._log = out.with_name(f"{out.name}.log.jsonl")
         self._pause_s = pause_s
 
-    def note(self, **told: Any) -> None:
+    def note(self, **entry: Any) -> None:
         with self._log.open("a") as file:
-            file.write(json.dumps(told) + "\n")
+            file.write(json.dumps(entry) + "\n")
 
     def on_save(self, _: Any, state: Any, __: Any, **more: Any) -> None:
         """Keep those of now."""
@@ -74,7 +74,7 @@ def _timed(callback: TrainerCallback, truth: _Truth) -> TrainerCallback:
 
 
 def main(base: Path, out: Path, steps: int, pause_s: float, models: str = "") -> None:
-    """Train for so many steps, of which those that a checkpoint has are not made again."""
+    """Train to ``steps``, from the last checkpoint if there is one."""
     join_ranks(300)
     framework_runs.STEPS = steps
     arguments = framework_runs.arguments_of(out)

@@ -82,7 +82,7 @@ def run_jobs(world: int, jobs: Sequence[Job], folder: Path) -> None:
 
 
 def run_ranks(world: int, act: Callable[[int], None], folder: Path) -> None:
-    """Have ``world`` ranks do the same, each told its number; their output is kept in ``folder``.
+    """Call ``work(rank)`` on ``world`` ranks and keep their output in ``folder``.
 
     Raises:
         AssertionError: one failed; with what it said.
@@ -137,7 +137,7 @@ def _join(rank: int, world: int, folder: Path) -> None:
     import deepspeed
     import torch
 
-    from zexport.train.collectives import prepare_cpu
+    from zexport.train.worker import prepare_cpu
 
     torch.set_num_threads(1)
     prepare_cpu()
@@ -204,7 +204,7 @@ def make_engine(spec: Spec, seed: int) -> tuple[Any, list[list[str]]]:
 
 
 def _in_pairs() -> Any:
-    """What tells DeepSpeed of the ranks that share a sequence (Ulysses), as Accelerate makes it."""
+    """Return the sequence-parallel groups (Ulysses) that Accelerate passes to DeepSpeed."""
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
     if parallel_state_sp._SEQUENCE_PARALLEL_GROUP is None:
@@ -313,7 +313,7 @@ def _lion() -> Any:
 
 
 def step(engine: Any) -> float:
-    """One step on rows that its number alone decides; the mean loss over all ranks."""
+    """Run one step on rows chosen by its number and return the mean loss over all ranks."""
     import torch
     from torch import distributed
 
@@ -330,7 +330,7 @@ def step(engine: Any) -> float:
 
 
 def live_facts(engine: Any) -> dict[str, Any]:
-    """What the running engine says of itself, but for its masters and moments."""
+    """Return the engine's settings and counters, without weights and optimizer state."""
     from deepspeed import zero
 
     weights = dict(engine.module.named_parameters(remove_duplicate=False))

@@ -71,7 +71,7 @@ def _skip_record(archive: zipfile.ZipFile, name: str, nbytes: int) -> None:
 
 
 def _crc_of_zeros(nbytes: int) -> int:
-    """The CRC-32 of so many zeros, put together from those of powers of two."""
+    """Return the CRC-32 of ``nbytes`` zeros, combined from powers of two."""
     crc, power, length = 0, crc32(b"\0"), 1
     while length <= nbytes:
         if nbytes & length:

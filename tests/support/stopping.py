@@ -68,7 +68,7 @@ class Job:
         """What the command of a version of zexport does, with the options of ``four_shards``."""
         code = (
             f"import zexport; zexport.__version__ = {version!r}\n"
-            "from zexport.cli.main import main; main()\n"
+            "from zexport.__main__ import main; main()\n"
         )
         line = ("consolidate", self.source, self.out, "--layout", "memory", *words)
         return subprocess.run(

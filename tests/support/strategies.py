@@ -23,7 +23,7 @@ TORCH_DTYPES = {
 
 @st.composite
 def models(draw: st.DrawFn) -> Model:
-    """One to three groups of up to four weights each, with frozen, tied and buffers beside them."""
+    """One to three groups of up to four weights each, with frozen, tied and buffer tensors."""
     dtype = draw(MODULE_DTYPES)
     seeds = iter(range(1000))
 
@@ -40,7 +40,7 @@ def models(draw: st.DrawFn) -> Model:
     frozen = tensors("frozen", draw(st.lists(SHAPES, max_size=3)), dtype)
     buffers = tensors("buffer", draw(st.lists(SHAPES, max_size=2)), dtype)
     buffers["count"] = torch.tensor(2**40 + draw(st.integers(0, 9)))
-    # DeepSpeed reports all names without an element as tied to one another: that tells nothing.
+    # DeepSpeed reports all empty tensors as tied to each other.
     stored = {**{n: t for group in groups for n, t in group.items()}, **frozen}
     full = [name for name, tensor in stored.items() if tensor.numel()]
     tied = draw(st.lists(st.sampled_from(full), max_size=2)) if full else []

@@ -42,7 +42,7 @@ def run(*arguments: object, command: tuple[str, ...] = TRAIN, **environment: str
         text=True,
         timeout=LIMIT_S,
         cwd=REPOSITORY,
-        env=os.environ | {"TMPDIR": _beside(arguments[0])} | environment,
+        env=os.environ | {"TMPDIR": _parent(arguments[0])} | environment,
         check=False,
     )
     return Run(done.returncode, done.stdout, done.stderr)
@@ -65,7 +65,7 @@ def started(*arguments: object) -> Iterator[subprocess.Popen[str]]:
         stderr=subprocess.PIPE,
         text=True,
         cwd=REPOSITORY,
-        env=os.environ | {"TMPDIR": _beside(arguments[0])},
+        env=os.environ | {"TMPDIR": _parent(arguments[0])},
     )
     try:
         assert process.stderr is not None
@@ -78,14 +78,14 @@ def started(*arguments: object) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def _beside(out: object) -> str:
+def _parent(out: object) -> str:
     """Where a run's logs go, so that those of a failed one end with the test's folder."""
     return str(Path(str(out)).parent)
 
 
 def ranks_of(process: subprocess.Popen[str]) -> dict[int, int]:
     """Rank to process id of the workers that a running command has started."""
-    workers = [pid for pid in _descendants(process.pid) if b"zexport.train.worker" in _words(pid)]
+    workers = [pid for pid in _descendants(process.pid) if b"zexport.train.launch" in _words(pid)]
     ranks = {int(_environment(pid).get("RANK", -1)): pid for pid in workers}
     return {rank: pid for rank, pid in ranks.items() if rank >= 0}
 
@@ -112,7 +112,7 @@ def ended(process: subprocess.Popen[str], within_s: float) -> Run:
 
 
 def interrupt(process: subprocess.Popen[str]) -> None:
-    """Ctrl-C, as the command alone sees it."""
+    """Send SIGINT to the command only, not to its process group."""
     process.send_signal(signal.SIGINT)
 
 

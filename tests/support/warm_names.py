@@ -1,4 +1,4 @@
-"""Processes that ask transformers for names start as forks of one that has imported it.
+"""Start names processes as forks of a process that has imported transformers.
 
 The import takes seconds, and many tests ask. A fork has its own limits, output and end. Nothing
 here depends on what the process is asked or how it answers: any ``python -m zexport....`` whose
@@ -134,10 +134,10 @@ def _attend(asked: socket.socket) -> None:
     """Run one request in a fork of our own, and kill it if the asker goes."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     request, descriptors, *_ = socket.recv_fds(asked, _REQUEST_NBYTES_MAX, _DESCRIPTORS_MAX)
-    told = json.loads(request)
+    received = json.loads(request)
     if not (pid := os.fork()):
         asked.close()
-        _become(told["words"], dict(zip(told["passed"], descriptors, strict=True)))
+        _become(received["words"], dict(zip(received["passed"], descriptors, strict=True)))
     for descriptor in descriptors:
         os.close(descriptor)
     while not (ended := os.waitpid(pid, os.WNOHANG))[0]:

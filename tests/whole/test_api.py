@@ -1,4 +1,4 @@
-"""The public functions: a checkpoint in, a folder that loads out, or nothing."""
+"""Public functions of the package."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zexport import CheckpointError, DamagedCheckpointError, ExportDType, Export
 _FIXTURES = Path(__file__).parents[2] / "fixtures"
 
 
-def test_every_public_name_is_there() -> None:
+def test_every_public_name_exists() -> None:
     for name in zexport.__all__:
         assert getattr(zexport, name) is not None
     with pytest.raises(AttributeError, match="nothing_such"):
@@ -33,7 +33,7 @@ def test_importing_the_package_imports_neither_torch_nor_transformers() -> None:
     assert done.stdout == "[]\n"
 
 
-def test_the_whole_job_and_its_steps_make_the_same_folder(zero2: Path, tmp_path: Path) -> None:
+def test_consolidate_equals_its_steps(zero2: Path, tmp_path: Path) -> None:
     report = zexport.consolidate(zero2, tmp_path / "whole")
     plan = zexport.plan_export(zexport.open_checkpoint(zero2), tmp_path / "steps")
     zexport.run_export(plan)
@@ -53,7 +53,7 @@ def test_the_whole_job_and_its_steps_make_the_same_folder(zero2: Path, tmp_path:
     )
 
 
-def test_an_export_is_verified_against_its_checkpoint(zero3: Path, tmp_path: Path) -> None:
+def test_export_equals_its_checkpoint(zero3: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     options = ExportOptions(
         dtype=ExportDType.BF16,
@@ -67,7 +67,7 @@ def test_an_export_is_verified_against_its_checkpoint(zero3: Path, tmp_path: Pat
     assert zexport.verify_export(out, against=zero3).ok
 
 
-def test_the_tag_of_an_export_is_found_again(tmp_path: Path) -> None:
+def test_verify_uses_the_tag_of_the_manifest(tmp_path: Path) -> None:
     for step in (2, 4):
         root = save(small_model(), Run(steps=step), tmp_path / "ckpt", f"global_step{step}")
     zexport.consolidate(root, tmp_path / "out", tag="global_step2")
@@ -75,7 +75,7 @@ def test_the_tag_of_an_export_is_found_again(tmp_path: Path) -> None:
     assert zexport.verify_export(tmp_path / "out", against=root).ok
 
 
-def test_a_checkpoint_without_the_tag_of_an_export_is_none_it_was_made_from(tmp_path: Path) -> None:
+def test_verify_against_a_checkpoint_without_the_tag_is_refused(tmp_path: Path) -> None:
     for step in (2, 4):
         save(small_model(), Run(steps=step), tmp_path / f"run{step}", f"global_step{step}")
     zexport.consolidate(tmp_path / "run2", tmp_path / "out")
@@ -87,9 +87,7 @@ def test_a_checkpoint_without_the_tag_of_an_export_is_none_it_was_made_from(tmp_
             zexport.verify_export(tmp_path / "out", against=other)
 
 
-def test_a_checkpoint_that_changes_under_the_plan_leaves_nothing(
-    zero3: Path, tmp_path: Path
-) -> None:
+def test_checkpoint_changed_after_planning_is_refused(zero3: Path, tmp_path: Path) -> None:
     plan = zexport.plan_export(zexport.open_checkpoint(zero3), tmp_path / "out")
     path = next(zero3.glob("*/*_optim_states.pt"))
     path.write_bytes(path.read_bytes() + b"\0")
@@ -98,8 +96,8 @@ def test_a_checkpoint_that_changes_under_the_plan_leaves_nothing(
     assert not (tmp_path / "out").exists()
 
 
-def test_small_files_that_change_under_the_plan_leave_nothing(tmp_path: Path) -> None:
-    """Else there would be the old config beside the new tokenizer."""
+def test_model_file_changed_after_planning_is_refused(tmp_path: Path) -> None:
+    """Otherwise the old config could end up with the new tokenizer."""
     root = tmp_path / "ckpt"
     shutil.copytree(_FIXTURES / "z3_w2_bf16" / "ckpt", root)
     opened = zexport.open_checkpoint(root)

@@ -1,4 +1,4 @@
-"""Bad input: one clear message, the documented exit code, nothing left behind."""
+"""Bad input ends in one message with the documented exit code and leaves no files."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _tree(folder: Path) -> dict[Path, int]:
     ],
     ids=["latest", "latest outside", "missing rank", "truncated", "flipped bit", "config"],
 )
-def test_bad_input_gets_one_clear_message_and_leaves_nothing_behind(
+def test_bad_input_is_refused_and_leaves_no_files(
     spoil: Callable[[Path], object],
     code: int,
     kind: str,

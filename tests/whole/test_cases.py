@@ -1,6 +1,6 @@
-"""Checkpoints that DeepSpeed itself wrote, against the weights that the live engine had.
+"""Checkpoints written by DeepSpeed, compared with the weights of the live engine.
 
-``fixtures/`` is always there; ``ZEXPORT_CASES`` names another folder of cases in the same form.
+Cases are in ``fixtures/`` and in the folder that ``ZEXPORT_CASES`` names.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Case:
         return set(self.facts.get("not_in_checkpoint") or ())
 
     def truth(self, name: str = "truth.safetensors") -> Tensors:
-        """The live engine's values as an fp32 export should have them."""
+        """Return the live weights with the dtypes of an fp32 export."""
         floating_buffers = set(self.facts.get("buffers") or ())
         return {
             key: value
@@ -62,7 +62,7 @@ class Case:
 
 
 def _marks(folder: Path) -> list[pytest.MarkDecorator]:
-    """Slow where a config lies with the checkpoint, since transformers is then asked for names."""
+    """Mark cases with a config.json as slow: their Hub names come from transformers."""
     return [pytest.mark.slow] if any(folder.glob("ckpt/**/config.json")) else []
 
 
@@ -79,7 +79,7 @@ def _cases(*groups: str) -> list[Any]:
 
 
 _LOST = {"uni_pp2_z1_w4_bf16opt": ("1.cnt", "2.cnt", "3.cnt")}
-"""Tensors that the conversion to universal did not keep."""
+"""Tensors that DeepSpeed's conversion to universal drops."""
 
 _ALL = _cases("")
 _WHOLE = [param for param in _ALL if not param.values[0].folder.name.startswith("dmg_")]
@@ -87,7 +87,7 @@ _DAMAGED = _cases("dmg_")
 
 
 def _exported(out: Path, case: Case) -> Tensors:
-    """The weights of an export; tied names, which it holds once, under all their names."""
+    """Return the tensors of an export, tied weights under all names."""
     found = load_file(out / "model.safetensors")
     for alias, name in (case.facts.get("tied") or {}).items():
         found.setdefault(alias, found[name])
@@ -95,7 +95,7 @@ def _exported(out: Path, case: Case) -> Tensors:
 
 
 @pytest.mark.parametrize("case", _WHOLE)
-def test_a_real_checkpoint_gives_the_live_weights_bit_for_bit(case: Case, tmp_path: Path) -> None:
+def test_export_equals_live_weights_bit_for_bit(case: Case, tmp_path: Path) -> None:
     options = ExportOptions(layout=NameLayout.MEMORY, exclude_frozen=bool(case.left_out))
     zexport.consolidate(case.handed_over, tmp_path / "out", options)
     assert differences(_exported(tmp_path / "out", case), case.truth()) == []
@@ -103,7 +103,7 @@ def test_a_real_checkpoint_gives_the_live_weights_bit_for_bit(case: Case, tmp_pa
 
 
 def _saved(case: Case, truth: Tensors) -> Tensors:
-    """The live weights as ``save_pretrained`` of their model writes them."""
+    """Return the live weights under the names that ``save_pretrained`` writes."""
     from transformers import (
         AutoConfig,
         AutoModelForCausalLM,
@@ -133,10 +133,7 @@ def _saved(case: Case, truth: Tensors) -> Tensors:
     "case",
     [p for p in _WHOLE if (p.values[0].folder / "hf_config").is_dir() and not p.values[0].left_out],
 )
-def test_a_real_checkpoint_gives_the_files_that_the_live_model_saves(
-    case: Case, tmp_path: Path
-) -> None:
-    """AutoEP's experts, which it splits in memory, are put together again first."""
+def test_export_equals_save_pretrained_of_the_live_model(case: Case, tmp_path: Path) -> None:
     options = ExportOptions(base=case.folder / "hf_config")
     zexport.consolidate(case.handed_over, tmp_path / "out", options)
     found = load_file(tmp_path / "out" / "model.safetensors")
@@ -146,9 +143,7 @@ def test_a_real_checkpoint_gives_the_files_that_the_live_model_saves(
 
 
 @pytest.mark.parametrize("case", [p for p in _WHOLE if p.values[0].left_out])
-def test_frozen_weights_that_were_left_out_are_asked_for_by_name(
-    case: Case, tmp_path: Path
-) -> None:
+def test_frozen_weights_missing_from_checkpoint_require_base(case: Case, tmp_path: Path) -> None:
     with pytest.raises(FrozenLeftOutError) as caught:
         zexport.consolidate(case.handed_over, tmp_path / "out", _MEMORY)
     assert caught.value.exit_code == 3
@@ -157,10 +152,10 @@ def test_frozen_weights_that_were_left_out_are_asked_for_by_name(
 
 
 @pytest.mark.parametrize("case", [p for p in _ALL if p.id in _LOST])
-def test_what_a_conversion_lost_is_told_by_name(case: Case, tmp_path: Path) -> None:
+def test_tensors_dropped_by_universal_conversion_are_named(case: Case, tmp_path: Path) -> None:
     report = zexport.consolidate(case.handed_over, tmp_path / "out", _MEMORY)
-    (told,) = (warning for warning in report.warnings if "lost" in warning)
-    assert told.endswith("the values of " + ", ".join(_LOST[case.folder.name]))
+    (warned,) = (warning for warning in report.warnings if "dropped" in warning)
+    assert ", ".join(_LOST[case.folder.name]) in warned
 
 
 _REFUSED: dict[str, tuple[type[ZexportError], str]] = {
@@ -174,14 +169,14 @@ _REFUSED: dict[str, tuple[type[ZexportError], str]] = {
     "dmg_z3_missing_optim": (IncompleteCheckpointError, "optimizer states files of rank 1"),
     "dmg_z3_param_shapes_huge": (DamagedCheckpointError, "do not add up"),
     "dmg_z3_swapped_ranks": (DamagedCheckpointError, "renamed"),
-    "dmg_z3_tensor_oob": (DamagedCheckpointError, "reaches beyond its storage"),
+    "dmg_z3_tensor_oob": (DamagedCheckpointError, "exceeds its storage"),
     "dmg_z3_trunc_optim": (DamagedCheckpointError, "optim_states.pt"),
 }
-"""What a damaged case is refused with; those not named here are read."""
+"""Expected error of each damaged case; all others are exported."""
 
 
 @pytest.mark.parametrize("case", _DAMAGED)
-def test_a_damaged_checkpoint_is_refused_clearly_or_read_exactly(
+def test_damaged_checkpoint_is_refused_or_exported_exactly(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (here := tmp_path / "here").mkdir()

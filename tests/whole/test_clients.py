@@ -1,6 +1,6 @@
-"""Programs that people hand a model folder to take an export as they take the live model's own.
+"""llama.cpp and sentence-transformers load exports.
 
-The oracle is the folder that ``save_pretrained`` of the live model writes, or the live model.
+The oracle is the live model, or the folder that its ``save_pretrained`` writes.
 """
 
 from __future__ import annotations
@@ -15,20 +15,14 @@ from dataclasses import dataclass
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 import sentencepiece
 import torch
-from datasets import Dataset
-from lm_eval import simple_evaluate
-from lm_eval.tasks import TaskManager
 from sentence_transformers import SentenceTransformer
 from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
     BertConfig,
     BertModel,
     BertTokenizerFast,
@@ -40,7 +34,6 @@ from transformers import (
     MixtralForCausalLM,
     PreTrainedModel,
 )
-from trl import SFTConfig, SFTTrainer
 
 import zexport
 from tests.support.checkpoints import Model, Run, save
@@ -48,22 +41,11 @@ from tests.support.checkpoints import Model, Run, save
 pytestmark = pytest.mark.slow
 
 _TEXT = Path(zexport.__file__).parent / "train" / "corpus.txt"
-_TASK = """
-task: continues
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {path}}}}}
-output_type: multiple_choice
-test_split: test
-doc_to_text: text
-doc_to_choice: choices
-doc_to_target: right
-metric_list: [{{metric: acc}}]
-"""
 
 
 @dataclass(frozen=True)
 class Exported:
-    """A model in training, its export, and what ``save_pretrained`` makes of it."""
+    """A live model, its export, and its ``save_pretrained`` folder."""
 
     live: PreTrainedModel
     out: Path
@@ -88,7 +70,7 @@ def _export(live: PreTrainedModel, folder: Path) -> Exported:
 
 @pytest.fixture(scope="module")
 def sentencepiece_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tokenizer of the kind that llama.cpp knows without a list of names."""
+    """Return a folder with a sentencepiece tokenizer, which llama.cpp accepts by structure."""
     folder = tmp_path_factory.mktemp("tokenizer")
     sentencepiece.SentencePieceTrainer.train(
         input=str(_TEXT),
@@ -137,7 +119,7 @@ def _decoder(family: str) -> PreTrainedModel:
 def exported(
     sentencepiece_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Exported]:
-    """The export of a small decoder of a family, made once."""
+    """Export a small decoder of a model family, once."""
 
     @cache
     def export(family: str) -> Exported:
@@ -149,7 +131,7 @@ def exported(
 
 
 def _converts_to_gguf(model: Path, target: Path) -> bool:
-    """The converter that llama.cpp ships, run as users do; a fork has torch already."""
+    """Run llama.cpp's converter in a fork, which has imported torch."""
     converter = get_context("fork").Process(target=_convert_to_gguf, args=(model, target))
     converter.start()
     converter.join(300)
@@ -173,7 +155,7 @@ def _gguf_tensors(path: Path) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gemma3"])
-def test_llama_cpp_converts_an_export_as_it_converts_the_live_models_folder(
+def test_llama_cpp_converts_export_and_saved_model_equally(
     family: str, exported: Callable[[str], Exported], tmp_path: Path
 ) -> None:
     model = exported(family)
@@ -185,64 +167,7 @@ def test_llama_cpp_converts_an_export_as_it_converts_the_live_models_folder(
         np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
-def test_lm_eval_scores_an_export_as_the_live_models_folder(
-    exported: Callable[[str], Exported], tmp_path: Path
-) -> None:
-    questions = [
-        {"text": text, "choices": [" one", " two", " and", " of the"], "right": i % 4}
-        for i, text in enumerate(_TEXT.read_text().split(". ")[:12])
-    ]
-    (tmp_path / "test.json").write_text("\n".join(map(json.dumps, questions)))
-    (tmp_path / "task.yaml").write_text(_TASK.format(path=tmp_path / "test.json"))
-
-    def scores(model: Path) -> list[Any]:
-        result = simple_evaluate(
-            "hf",
-            model_args=f"pretrained={model},dtype=float32",
-            tasks=["continues"],
-            task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
-            device="cpu",
-            log_samples=True,
-        )
-        return [sample["filtered_resps"] for sample in result["samples"]["continues"]]
-
-    assert scores(exported("llama").out) == scores(exported("llama").saved)
-
-
-def test_trl_goes_on_training_from_an_export(
-    exported: Callable[[str], Exported], tmp_path: Path
-) -> None:
-    model = exported("llama")
-    trained = AutoModelForCausalLM.from_pretrained(model.out)
-    tokenizer = AutoTokenizer.from_pretrained(model.out)
-    tokenizer.pad_token = tokenizer.eos_token
-    text = _TEXT.read_text().split("\n\n")[0]
-    trainer = SFTTrainer(
-        model=trained,
-        processing_class=tokenizer,
-        train_dataset=Dataset.from_list([{"text": text}] * 4),
-        args=SFTConfig(
-            output_dir=str(tmp_path),
-            max_steps=2,
-            per_device_train_batch_size=2,
-            max_length=64,
-            learning_rate=1e-3,
-            logging_steps=1,
-            report_to=[],
-            use_cpu=True,
-            bf16=False,
-        ),
-    )
-    trainer.train()
-    tokens = tokenizer(text + tokenizer.eos_token, return_tensors="pt").input_ids[:, :64]
-    with torch.no_grad():
-        expected = model.live(tokens, labels=tokens).loss.item()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert losses[0] == pytest.approx(expected, rel=1e-3)
-    assert losses[1] < losses[0]
-
-
-def test_sentence_transformers_encodes_as_the_live_encoder(tmp_path: Path) -> None:
+def test_sentence_transformers_encodes_like_the_live_model(tmp_path: Path) -> None:
     root = tmp_path / "ckpt"
     root.mkdir()
     words = sorted(set(_TEXT.read_text().lower().replace(".", " ").replace(",", " ").split()))

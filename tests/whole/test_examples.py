@@ -1,4 +1,4 @@
-"""The examples, run for real as a reader would run them."""
+"""The examples, run as a reader would run them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.beside_training import make_base
+from tests.support.training_run import make_base
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = ("train", "inspect", "export", "verify")
@@ -25,14 +25,14 @@ pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
-    """That of a user who has activated this environment, with a cache of its own."""
+    """Return the variables of an activated environment with its own cache."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     cache = str(tmp_path_factory.mktemp("cache"))
     return os.environ | {"PATH": path, "XDG_CACHE_HOME": cache, "HF_HUB_OFFLINE": "1"}
 
 
 def ran(*words: object, cwd: Path, env: Mapping[str, str], limit_s: int = LIMIT_S) -> str:
-    """What a command that must succeed prints."""
+    """Return the stdout of a command that must succeed."""
     done = subprocess.run(
         [str(word) for word in words],
         capture_output=True,
@@ -48,7 +48,7 @@ def ran(*words: object, cwd: Path, env: Mapping[str, str], limit_s: int = LIMIT_
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory, environment: Mapping[str, str]) -> Path:
-    """The folder that pipeline.sh has worked in; ``stdout`` in it is what it printed."""
+    """Return the folder of pipeline.sh, with its output in ``stdout``."""
     folder = tmp_path_factory.mktemp("pipeline")
     printed = ran("bash", EXAMPLES / "pipeline.sh", folder / "work", cwd=folder, env=environment)
     (folder / "work" / "stdout").write_text(printed)
@@ -59,7 +59,7 @@ def loss_of(printed: str) -> float:
     return float(printed.rsplit(maxsplit=1)[-1])
 
 
-def test_the_shell_pipeline_leaves_json_for_every_step(work: Path) -> None:
+def test_shell_pipeline_writes_json_for_every_step(work: Path) -> None:
     steps = {name: json.loads((work / f"{name}.json").read_text()) for name in STEPS}
     assert all(step["schema"] == 2 for step in steps.values())
     assert steps["train"]["steps"] == 20
@@ -69,7 +69,7 @@ def test_the_shell_pipeline_leaves_json_for_every_step(work: Path) -> None:
     assert 0 < loss_of((work / "stdout").read_text()) < math.log(384) + 0.5
 
 
-def test_the_model_of_the_shell_pipeline_loads_in_bf16_without_a_stray_key(work: Path) -> None:
+def test_model_of_the_shell_pipeline_loads_in_bf16(work: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     model, loading = AutoModelForCausalLM.from_pretrained(work / "model", output_loading_info=True)
@@ -81,7 +81,7 @@ def test_the_model_of_the_shell_pipeline_loads_in_bf16_without_a_stray_key(work:
     assert all(torch.equal(state[name], value) for name, value in stored.items())
 
 
-def test_the_shell_pipeline_stops_before_the_export_where_a_rank_is_missing(
+def test_shell_pipeline_stops_before_the_export_if_a_rank_file_is_missing(
     work: Path, tmp_path: Path, environment: Mapping[str, str]
 ) -> None:
     (tmp_path / "zexport").write_text(
@@ -106,7 +106,7 @@ def test_the_shell_pipeline_stops_before_the_export_where_a_rank_is_missing(
     assert not (tmp_path / "work" / "model").exists()
 
 
-def test_the_python_pipeline_gives_the_same_weights_and_the_same_loss(
+def test_python_pipeline_gives_the_same_weights_and_loss(
     work: Path, tmp_path: Path, environment: Mapping[str, str]
 ) -> None:
     words = (sys.executable, EXAMPLES / "pipeline.py", work / "run", tmp_path / "model")
@@ -117,7 +117,7 @@ def test_the_python_pipeline_gives_the_same_weights_and_the_same_loss(
     assert shell == python
 
 
-def test_the_model_speaks(work: Path, tmp_path: Path, environment: Mapping[str, str]) -> None:
+def test_model_generates_text(work: Path, tmp_path: Path, environment: Mapping[str, str]) -> None:
     words = (sys.executable, EXAMPLES / "generate.py", work / "model", "The tide")
     printed = ran(*words, cwd=tmp_path, env=environment)
     assert "no missing and no unexpected key" in printed
@@ -125,10 +125,7 @@ def test_the_model_speaks(work: Path, tmp_path: Path, environment: Mapping[str, 
 
 
 @pytest.mark.timeout(4 * LIMIT_S)
-def test_the_loop_keeps_the_best_model_of_a_run(
-    tmp_path: Path, environment: Mapping[str, str]
-) -> None:
-    """Trainer, watch and lm-eval, all of them the real programs."""
+def test_best_of_run_keeps_the_best_model(tmp_path: Path, environment: Mapping[str, str]) -> None:
     base = make_base(tmp_path / "base")
     work = tmp_path / "work"
     env = {**environment, "OMP_NUM_THREADS": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}

@@ -1,4 +1,4 @@
-"""The small checkpoints in ``fixtures/``: whole, true, and made by the script beside them."""
+"""``fixtures/`` agree with DeepSpeed's converter and can be made again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REFUSED = {"z1_w2_bf16opt"}  # deepspeed 0.19.8 takes its files for no ZeRO chec
 
 
 def agrees_with_deepspeed(folder: Path) -> bool:
-    """Whether DeepSpeed's own converter reads the truth from the files, bit for bit."""
+    """Return whether DeepSpeed's converter reads the truth from the files, bit for bit."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     truth = load_file(folder / "truth.safetensors")
@@ -40,7 +40,7 @@ def test_deepspeeds_own_converter_reads_the_truth(name: str) -> None:
 
 @pytest.mark.deepspeed
 @pytest.mark.slow
-def test_a_case_made_anew_is_the_same_case(tmp_path: Path) -> None:
+def test_fixture_script_reproduces_a_fixture(tmp_path: Path) -> None:
     name = "z3_w2_bf16_frozen"
     make = [sys.executable, str(FIXTURES / "make.py"), name, "--out", str(tmp_path)]
     subprocess.run(make, check=True, timeout=LIMIT_S, capture_output=True)

@@ -1,4 +1,4 @@
-"""The package as users get it: built, installed into environments of its own, and used there."""
+"""The built package, installed into fresh environments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * LIMIT_S)]
 
 
 def ran(*words: object, status: int = 0, **environment: str) -> str:
-    """What a command prints that ends with a status."""
+    """Run a command, check its exit status and return what it printed."""
     inherited = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run(
         [str(word) for word in words],
@@ -36,7 +36,7 @@ def ran(*words: object, status: int = 0, **environment: str) -> str:
 
 
 class Environment:
-    """A virtual environment of its own, with a cache of its own."""
+    """A virtual environment with its own cache."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -47,7 +47,7 @@ class Environment:
 
     @property
     def packages(self) -> Mapping[str, str]:
-        """The installed packages, to their versions."""
+        """Installed packages and their versions."""
         frozen = ran(self._folder / "bin" / "python", "-m", "pip", "list", "--format", "freeze")
         pairs = (line.split("==") for line in frozen.splitlines() if "==" in line)
         return {pair[0].lower().replace("-", "_"): pair[1] for pair in pairs}
@@ -70,7 +70,7 @@ class Environment:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with the sdist and the wheel."""
+    """Build the sdist and the wheel."""
     source, dist = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, source)
@@ -82,7 +82,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def bare(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """An empty environment into which pip has put the wheel."""
+    """Return an environment with only the wheel and its dependencies."""
     environment = Environment(tmp_path_factory.mktemp("bare"))
     before = environment.nbytes
     environment.install(*built.glob("*.whl"))
@@ -92,21 +92,20 @@ def bare(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
 
 @pytest.fixture
 def unnamed(tmp_path: Path) -> Path:
-    """A checkpoint whose names in the model's files only transformers can tell."""
+    """Return a checkpoint whose Hub names only transformers knows."""
     root = tmp_path / "run"
     shutil.copytree(TRAINED, root)
     (root / "zexport_source.json").unlink()
     return root
 
 
-def test_the_base_brings_no_framework(bare: Environment) -> None:
+def test_wheel_installs_no_framework(bare: Environment) -> None:
     assert not bare.packages.keys() & {"torch", "transformers", "huggingface_hub", "deepspeed"}
 
 
-def test_the_sdist_installs_as_the_wheel_does(
+def test_sdist_installs_the_same_files_as_the_wheel(
     built: Path, bare: Environment, tmp_path: Path
 ) -> None:
-    """With what pip gets to build it from ``pyproject.toml`` alone."""
     bare.install("--no-deps", "--target", tmp_path, *built.glob("*.tar.gz"))
     code = (
         "import zexport; from importlib.metadata import version; from pathlib import Path\n"
@@ -118,21 +117,19 @@ def test_the_sdist_installs_as_the_wheel_does(
     assert place.split()[1:] == other.split()[1:]
 
 
-def test_reading_checking_and_writing_need_the_base_alone(
+def test_inspect_consolidate_verify_and_diff_need_no_extras(
     bare: Environment, tmp_path: Path
 ) -> None:
     model = tmp_path / "model"
     assert "exportable" in bare.zexport("inspect", TRAINED, "--stats")
-    assert "read again" in bare.zexport("consolidate", TRAINED, model, "--dtype", "bf16")
-    assert "whole" in bare.zexport("verify", model)
-    assert "made again" in bare.zexport("verify", model, "--against", TRAINED)
-    assert "There is no difference" in bare.zexport("diff", model, model)
+    assert "reread" in bare.zexport("consolidate", TRAINED, model, "--dtype", "bf16")
+    assert "intact" in bare.zexport("verify", model)
+    assert "recomputed" in bare.zexport("verify", model, "--against", TRAINED)
+    assert "No difference" in bare.zexport("diff", model, model)
 
 
-def test_the_oldest_releases_that_pip_may_keep_are_new_enough(
-    bare: Environment, tmp_path: Path
-) -> None:
-    """Those of the lower bounds, laid over the newest ones of the bare environment."""
+def test_oldest_allowed_dependencies_work(bare: Environment, tmp_path: Path) -> None:
+    """The lower bounds shadow the newest releases of the bare environment."""
     code = "from importlib.metadata import requires; print(*requires('zexport'), sep='\\n')"
     needed = [line for line in bare.python(code).splitlines() if "extra ==" not in line]
     oldest = [line.replace(">=", "==") for line in needed]
@@ -149,7 +146,7 @@ def test_the_oldest_releases_that_pip_may_keep_are_new_enough(
         bare.zexport(*words, PYTHONPATH=str(tmp_path / "oldest"))
 
 
-def test_names_that_are_not_known_end_the_export_with_the_line_to_type(
+def test_unknown_hub_names_are_refused_with_the_pip_command(
     bare: Environment, unnamed: Path, tmp_path: Path
 ) -> None:
     said = bare.zexport("consolidate", unnamed, tmp_path / "model", status=2)
@@ -160,7 +157,7 @@ def test_names_that_are_not_known_end_the_export_with_the_line_to_type(
     assert "config.json was not compared with the weights: no transformers" in kept
 
 
-def test_names_that_are_remembered_give_the_same_model_without_transformers(
+def test_cached_hub_names_need_no_transformers(
     bare: Environment, unnamed: Path, tmp_path: Path
 ) -> None:
     cache, here = tmp_path / "cache", [sys.executable, "-P", "-m", "zexport"]
@@ -171,8 +168,8 @@ def test_names_that_are_remembered_give_the_same_model_without_transformers(
     assert a == b
 
 
-def test_compat_and_training_say_what_they_need(bare: Environment, tmp_path: Path) -> None:
-    assert "ImportError: zexport.compat needs torch. Type pip install '.[hub]'" in bare.python(
+def test_compat_and_train_name_the_missing_extra(bare: Environment, tmp_path: Path) -> None:
+    assert "ImportError: zexport.compat needs torch. Run pip install '.[hub]'" in bare.python(
         "from zexport.compat import convert_zero_checkpoint_to_fp32_state_dict", status=1
     )
     assert "pip install '.[deepspeed]'" in bare.zexport("train", tmp_path / "run", status=2)
@@ -180,7 +177,9 @@ def test_compat_and_training_say_what_they_need(bare: Environment, tmp_path: Pat
     assert "pip install '.[deepspeed]'" in bare.zexport(*words, status=2)
 
 
-def test_a_training_environment_stays_as_it_is(built: Path, unnamed: Path, tmp_path: Path) -> None:
+def test_installing_changes_no_package_of_a_training_environment(
+    built: Path, unnamed: Path, tmp_path: Path
+) -> None:
     environment = Environment(tmp_path / "training")
     environment.install("transformers==4.57.6")
     before = environment.packages

@@ -1,4 +1,4 @@
-"""The page about large checkpoints: each of its commands is run, and gives one process's bytes."""
+"""The commands for many machines and for the Hub: each gives the bytes of one process."""
 
 from __future__ import annotations
 
@@ -16,13 +16,10 @@ from tests.support.hub import serving as serving_hub
 from tests.support.stopping import files
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "large.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```sh\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
-LINES = [line.partition("#")[0].strip() for line in "".join(BLOCKS).splitlines()]
 RUN = "run/checkpoint-1000"
 LIMIT_S = 400
 
-_STAND_INS = {
+_PROGRAMS = {
     "zexport": f'exec {sys.executable} -m zexport "$@"\n',
     "srun": 'SLURM_PROCID=0 SLURM_NTASKS=1 exec "$@"\n',
     "sbatch": "for n in 1 2 3 4 5 6 7 8; do SLURM_ARRAY_TASK_ID=$n SLURM_ARRAY_TASK_COUNT=8 "
@@ -38,33 +35,41 @@ words = [word.removeprefix("/data/") for word in container["command"]]
 for number in range(spec["completions"]):
     subprocess.run(words, check=True, env=os.environ | {"JOB_COMPLETION_INDEX": str(number)})
 """
-"""What a cluster would do with the file: each pod in turn, its volume being this folder."""
+"""Run each pod of a job in turn, with the working directory as its volume."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * LIMIT_S)]
 
 
+def lines(page: str) -> list[str]:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    blocks = re.findall(r"^```sh\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    return [line.partition("#")[0].strip() for line in "".join(blocks).splitlines()]
+
+
+LINES = lines("large.md")
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run, the examples, what one process makes of it, and stand-ins in ``bin``."""
+    """A folder with a run, the examples, the output of one process, and simulated launchers."""
     folder = tmp_path_factory.mktemp("large")
     (folder / "bin").mkdir()
-    for name, body in _STAND_INS.items():
+    for name, body in _PROGRAMS.items():
         (folder / "bin" / name).write_text(f"#!/bin/bash\n{body}")
         (folder / "bin" / name).chmod(0o755)
     (folder / "bin" / "pods.py").write_text(_PODS)
     shutil.copytree(ROOT / "fixtures" / "z3_w2_bf16_frozen" / "ckpt", folder / RUN)
     shutil.copytree(ROOT / "examples", folder / "examples")
-    _typed(folder, f"zexport consolidate {RUN} whole")
-    _typed(folder, f"zexport reshard {RUN} whole-64 -n 64")
+    _run(folder, f"zexport consolidate {RUN} whole")
+    _run(folder, f"zexport reshard {RUN} whole-64 -n 64")
     return folder
 
 
-def _typed(folder: Path, *lines: str, **variables: str) -> None:
-    """Lines in a shell, all to a good end."""
+def _run(folder: Path, *commands: str, **variables: str) -> None:
     path = os.pathsep.join([str(folder / "bin"), os.environ["PATH"]])
     pythonpath = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        ["bash", "-euxc", "\n".join(lines)],
+        ["bash", "-euxc", "\n".join(commands)],
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
@@ -75,8 +80,7 @@ def _typed(folder: Path, *lines: str, **variables: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def _lines(*words: str) -> Iterator[str]:
-    """The page's lines with one of these words."""
+def _with(*words: str) -> Iterator[str]:
     found = [line for line in LINES if any(word in line for word in words)]
     assert found
     yield from found
@@ -90,29 +94,31 @@ def _check(folder: Path, made: str = "model", whole: str = "whole") -> None:
 
 def test_parts_by_hand(place: Path) -> None:
     """The page shows the first two of eight."""
-    shown = [*_lines("--part 1/8", "--part 2/8")]
+    shown = [*_with("--part 1/8", "--part 2/8")]
     others = [line.replace("1/8", f"{n}/8") for line in shown if "1/8" in line for n in range(2, 9)]
-    _typed(place, *dict.fromkeys([*shown, *others]))
+    _run(place, *dict.fromkeys([*shown, *others]))
     _check(place)
     _check(place, "on-64", "whole-64")
 
 
 @pytest.mark.parametrize("launcher", ["sbatch", "kubectl", "torchrun"])
 def test_launchers(launcher: str, place: Path) -> None:
-    """A cluster is stood in for; torchrun is the real one, on a node."""
-    (line,) = _lines(f"{launcher} ")
-    _typed(place, line.replace("--nnodes 4", "--nnodes 1"))
+    """Slurm and Kubernetes are simulated; torchrun is real, on one node."""
+    (line,) = _with(f"{launcher} ")
+    _run(place, line.replace("--nnodes 4", "--nnodes 1"))
     _check(place)
 
 
-def test_the_hub(place: Path) -> None:
+def test_upload_to_the_hub(place: Path) -> None:
+    (line,) = (line for line in lines("object-storage.md") if "--push-to-hub" in line)
     with serving_hub() as hub:
-        _typed(place, *_lines("--push-to-hub"), **hub.environment)
+        _run(place, line, **hub.environment)
         assert hub.files == files(place / "model")
     _check(place)
 
 
-def test_no_line_is_left_out() -> None:
-    """Those of Ray are run where there is a cluster (``tests/job``)."""
-    run = {*_lines("--part", "sbatch", "kubectl", "torchrun", "--push-to-hub", "ray")}
-    assert {line for line in LINES if line} == run
+def test_every_command_of_the_page_is_run() -> None:
+    """Those with Ray are run by tests/job."""
+    assert {line for line in LINES if line} == {
+        *_with("--part", "sbatch", "kubectl", "torchrun", "ray")
+    }

@@ -1,4 +1,4 @@
-"""An export is the naive answer, bit for bit, whatever the model and however it was saved."""
+"""Exports of generated checkpoints equal a naive consolidation bit for bit."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def _load(out: Path) -> Tensors:
 @example(
     model=Model([{"a": values((1,), 1)}]), run=Run(2, 5), dtype=ExportDType.FP32, shard_nbytes=1
 )
-@example(  # an empty tensor in a file without checksums
+@example(  # an empty tensor in a legacy torch file
     model=Model([{"a": values((1,), 1), "b": values((0,), 2)}]),
     run=Run(3, 1, sub_group_numel=1, legacy=True),
     dtype=ExportDType.FP32,
     shard_nbytes=1,
 )
-def test_any_checkpoint_is_exported_as_the_naive_answer(
+def test_export_equals_naive_consolidation(
     model: Model, run: Run, dtype: ExportDType, shard_nbytes: int
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -60,7 +60,7 @@ def test_any_checkpoint_is_exported_as_the_naive_answer(
 
 @pytest.mark.parametrize("chunk_nbytes", [4, 28, 1 << 20])
 @pytest.mark.parametrize("run", _ALL_RUNS, ids=str)
-def test_the_size_of_a_chunk_does_not_show(run: Run, chunk_nbytes: int, tmp_path: Path) -> None:
+def test_chunk_size_does_not_change_the_export(run: Run, chunk_nbytes: int, tmp_path: Path) -> None:
     model = small_model()
     plan = zexport.plan_export(
         zexport.open_checkpoint(save(model, run, tmp_path / "ckpt")), tmp_path / "out"
@@ -72,7 +72,7 @@ def test_the_size_of_a_chunk_does_not_show(run: Run, chunk_nbytes: int, tmp_path
 
 @pytest.mark.parametrize("module_dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("run", _ALL_RUNS, ids=str)
-def test_auto_is_the_type_the_module_trained_in(
+def test_dtype_auto_is_the_dtype_of_the_module(
     run: Run, module_dtype: torch.dtype, tmp_path: Path
 ) -> None:
     model = small_model(module_dtype)
@@ -85,7 +85,7 @@ def test_auto_is_the_type_the_module_trained_in(
     assert differences(_load(tmp_path / "out"), expected) == []
 
 
-def test_two_exports_of_one_checkpoint_are_the_same_bytes(tmp_path: Path) -> None:
+def test_exports_are_byte_identical(tmp_path: Path) -> None:
     root = save(small_model(), Run(stage=3), tmp_path / "ckpt")
     for out, jobs in (("one", 1), ("two", 4)):
         options = ExportOptions(max_shard_nbytes=100, jobs=jobs)
@@ -97,7 +97,7 @@ def test_two_exports_of_one_checkpoint_are_the_same_bytes(tmp_path: Path) -> Non
     assert one == two
 
 
-def test_the_checkpoint_is_left_as_it_was(zero3: Path, tmp_path: Path) -> None:
+def test_export_does_not_change_the_checkpoint(zero3: Path, tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in zero3.rglob("*") if path.is_file()}
     zexport.consolidate(zero3, tmp_path / "out")
     assert {path: path.read_bytes() for path in zero3.rglob("*") if path.is_file()} == before

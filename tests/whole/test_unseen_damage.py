@@ -1,4 +1,4 @@
-"""Damage that leaves tables and lengths plausible: refused, by what gives it away."""
+"""Damage that keeps tables and lengths plausible is still refused."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import zexport
-from tests.support.checkpoints import Model, Run, save, values
-from tests.support.expert_checkpoints import rank_file_classes, rewrite
+from tests.support.checkpoints import Model, Run, deepspeed_names, edit, save, values
 from tests.support.real_cases import copied, file_of
 from zexport import DamagedCheckpointError, ExportOptions, FindingKind, NameLayout
 
@@ -21,7 +20,7 @@ _MEMORY = ExportOptions(layout=NameLayout.MEMORY)
 
 
 def _refused(root: Path, out: Path, match: str) -> DamagedCheckpointError:
-    """The one error of an export, which a look at the checkpoint alone tells as well."""
+    """Return the error of an export; opening the checkpoint reports the problem as well."""
     assert zexport.open_checkpoint(root).problems
     with pytest.raises(DamagedCheckpointError, match=match) as caught:
         zexport.consolidate(root, out, _MEMORY)
@@ -33,20 +32,20 @@ def _refused(root: Path, out: Path, match: str) -> DamagedCheckpointError:
 
 
 def _save_nameless(path: Path, *, is_old: bool) -> None:
-    """Write a rank file anew as the writers do whose files do not keep their own name."""
+    """Rewrite a rank file without its name in the zip (legacy format, or saved to a stream)."""
     stream = io.BytesIO()
 
     def note(state: dict[str, Any]) -> None:
-        with rank_file_classes():
+        with deepspeed_names():
             torch.save(state, stream, _use_new_zipfile_serialization=not is_old)
 
-    rewrite(path, note)
+    edit(path, note)
     path.write_bytes(stream.getvalue())
 
 
-@pytest.mark.parametrize("is_old", [True, False], ids=["old container", "written to a stream"])
+@pytest.mark.parametrize("is_old", [True, False], ids=["legacy", "written to a stream"])
 @pytest.mark.parametrize("name", ["z3_w2_bf16_frozen", "z3_w4_bf16_odd"])
-def test_one_ranks_file_in_the_place_of_another_is_known_without_a_name_in_it(
+def test_rank_file_copied_over_another_rank_is_refused(
     name: str, is_old: bool, tmp_path: Path
 ) -> None:
     root = copied(name, tmp_path)
@@ -59,8 +58,8 @@ def test_one_ranks_file_in_the_place_of_another_is_known_without_a_name_in_it(
     assert error.path == two
 
 
-def _stripes(value: torch.Tensor, steps: int, root: Path) -> Path:
-    """A run of two ranks whose files are alike in all they hold."""
+def _equal_partitions(value: torch.Tensor, steps: int, root: Path) -> Path:
+    """Save a run of two ranks whose files may have equal contents."""
     return save(Model([{"w": value}]), Run(stage=3, steps=steps, legacy=True), root)
 
 
@@ -71,35 +70,32 @@ def _stripes(value: torch.Tensor, steps: int, root: Path) -> Path:
         (torch.arange(8.0).repeat(2, 200), 2),
         (values((1, 3000), 1).repeat(2, 1), 0),
     ],
-    ids=["constants", "few values", "as it was made"],
+    ids=["constants", "few values", "untrained"],
 )
-def test_stripes_that_may_rightly_be_equal_are_no_copies(
+def test_equal_partitions_of_uniform_weights_are_accepted(
     value: torch.Tensor, steps: int, tmp_path: Path
 ) -> None:
-    root = _stripes(value, steps, tmp_path / "ckpt")
+    root = _equal_partitions(value, steps, tmp_path / "ckpt")
     shutil.copy(file_of(root, "*rank_1_*optim*"), file_of(root, "*rank_0_*optim*"))
     assert zexport.open_checkpoint(root).problems == ()
 
 
-# --- copies in the module ---
+# --- tied weights ---
 
 
-# --- ties ---
-
-
-def test_a_tied_name_with_another_weights_values_is_refused(tmp_path: Path) -> None:
-    """The module's view of it is of one shape with the weight that the record names."""
-    masters = {"one": values((40, 30), 1), "two": values((40, 30), 2)}
-    root = save(Model([masters], tied={"again": "one"}), Run(stage=2), tmp_path / "ckpt")
+def test_tied_name_with_values_of_another_weight_is_refused(tmp_path: Path) -> None:
+    """Both weights have the same shape, so only the module weights show the error."""
+    weights = {"one": values((40, 30), 1), "two": values((40, 30), 2)}
+    root = save(Model([weights], tied={"again": "one"}), Run(stage=2), tmp_path / "ckpt")
     record = {"again": "two"}
-    rewrite(file_of(root, "mp_rank_00_model*"), lambda state: state["shared_params"].update(record))
+    edit(file_of(root, "mp_rank_00_model*"), lambda state: state["shared_params"].update(record))
     with pytest.raises(DamagedCheckpointError, match=r"again \(768 of 768 compared\)") as caught:
         zexport.consolidate(root, tmp_path / "out", _MEMORY)
     assert caught.value.finding is FindingKind.CAST_MISMATCH
 
 
-def test_frozen_weights_that_begin_at_one_address_are_not_tied(tmp_path: Path) -> None:
-    """DeepSpeed records a tie by address, of a frozen weight and a view of its beginning too."""
+def test_frozen_weight_and_its_slice_are_not_tied(tmp_path: Path) -> None:
+    """DeepSpeed detects tied weights by address, so a slice at offset 0 looks tied."""
     whole = values((6, 4), 1, torch.bfloat16)
     model = Model([{"w": values((5,), 2)}], frozen={"whole": whole, "part": whole[:2]})
     run = Run(stage=1, client_state={"shared_params": {"part": "whole"}})
@@ -108,20 +104,20 @@ def test_frozen_weights_that_begin_at_one_address_are_not_tied(tmp_path: Path) -
     assert torch.equal(exported["part"], whole[:2].float())
 
 
-# --- what no check can see ---
+# --- damage that no check can detect ---
 
 
-def test_an_export_of_files_without_checksums_says_so(tmp_path: Path) -> None:
+def test_files_without_checksums_get_a_warning(tmp_path: Path) -> None:
     model = Model([{"w": values((5,), 1)}])
     for is_old in (True, False):
         root = save(model, Run(stage=3, legacy=is_old), tmp_path / f"ckpt {is_old}")
         report = zexport.consolidate(root, tmp_path / f"out {is_old}", _MEMORY)
-        told = [warning for warning in report.warnings if "no checksums" in warning]
-        assert len(told) == is_old
+        warned = [warning for warning in report.warnings if "no checksums" in warning]
+        assert len(warned) == is_old
 
 
 @pytest.mark.parametrize("name", ["z2_w2_bf16_late", "z3_w2_bf16_late"])
-def test_a_weight_frozen_late_is_its_master_and_the_frozen_copy_of_it_is_held_against_that(
+def test_weight_frozen_during_training_is_compared_with_its_frozen_copy(
     name: str, tmp_path: Path
 ) -> None:
     root = copied(name, tmp_path)
@@ -133,6 +129,6 @@ def test_a_weight_frozen_late_is_its_master_and_the_frozen_copy_of_it_is_held_ag
     def change(state: dict[str, Any]) -> None:
         state["frozen_param_fragments"]["model.embed_tokens.weight"] += 1
 
-    rewrite(file_of(root, "*rank_00_model*" if "z2" in name else "*rank_1_*_model*"), change)
+    edit(file_of(root, "*rank_00_model*" if "z2" in name else "*rank_1_*_model*"), change)
     with pytest.raises(DamagedCheckpointError, match=r"model\.embed_tokens\.weight"):
         zexport.consolidate(root, tmp_path / "again", _MEMORY)

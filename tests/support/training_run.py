@@ -1,4 +1,4 @@
-"""A training that really trains, what runs beside it, and what must be true in the end."""
+"""A real training run, and what must be true of exports made while it runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LIMIT_S = 400
 
 
 def make_base(folder: Path) -> Path:
-    """A small model to begin from."""
+    """Make a small base model."""
     ignored = shutil.ignore_patterns("global_*", "latest")
     shutil.copytree(REPOSITORY / "fixtures" / "z3_w2_bf16" / "ckpt", folder, ignore=ignored)
     torch.manual_seed(0)
@@ -31,7 +31,7 @@ def make_base(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Training:
-    """A training on two ranks, which saves at every step and keeps two checkpoints."""
+    """A run on two ranks that saves at every step and keeps two checkpoints."""
 
     base: Path
     out: Path
@@ -65,7 +65,7 @@ class Training:
         assert process.returncode == 0, said[-3000:]
 
     def log(self, key: str) -> dict[int, Any]:
-        """What was noted last of every step under a key."""
+        """Return the last value of a key for every step."""
         text = self.out.with_name(f"{self.out.name}.log.jsonl").read_text()
         lines = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
         return {line["step"]: line[key] for line in lines if key in line}
@@ -77,14 +77,14 @@ class Training:
 
 
 def assert_is(model: Path, truth: dict[str, torch.Tensor]) -> None:
-    """A model of 16 bits is what the engine had, rounded."""
+    """Assert that a bf16 model is what the engine had, rounded."""
     found = load_file(model / "model.safetensors")
     assert found.keys() <= truth.keys() <= {*found, "lm_head.weight"}
     assert all(torch.equal(found[name], truth[name].bfloat16()) for name in found), model
 
 
 def assert_all_exported(training: Training, models: Path, lost: Iterable[str] = ()) -> int:
-    """Every save was exported as the engine had it, or is told of as lost; how many were."""
+    """Check that every checkpoint is exported or reported lost, and return the number exported."""
     truths, gone = training.truths(), {*lost}
     assert len(truths) == training.steps
     there = {name for name in truths if (models / name).exists()}
