@@ -164,8 +164,10 @@ class LocalFolder(Destination):
         return locked_file(path, self.target, held, seconds=2.0)
 
     def parts_running(self) -> tuple[str, ...]:
-        found = []
-        for path in sorted(self.journal.glob("*.lock")):
+        paths, found = list[Path](), []
+        with suppress(FileNotFoundError):  # another process publishes or removes the folder
+            paths = sorted(self.journal.glob("*.lock"))
+        for path in paths:
             try:
                 with locked_file(path, self.target, "held", seconds=0):
                     pass  # removes the file of a dead process
