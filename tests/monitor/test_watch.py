@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,16 @@ def test_every_complete_checkpoint_is_exported_once_as_consolidate_does(tmp_path
     assert _links(outs) == []
 
 
+def test_restored_checkpoints_with_equal_times_are_exported(tmp_path: Path) -> None:
+    run, outs = tmp_path / "run", tmp_path / "outs"
+    for step in (2, 4, 6):
+        _save(run, step)
+    for path in run.rglob("*"):
+        os.utime(path, (1e9, 1e9))
+    events = [*islice(watch(run, outs, ONCE), 4)]
+    assert _kinds(events) == [(EXPORTED, f"checkpoint-{step}") for step in (2, 4, 6)]
+
+
 def test_waiting_checkpoint_is_exported_though_the_run_deletes_it(tmp_path: Path) -> None:
     run, outs = tmp_path / "run", tmp_path / "outs"
     for step in (2, 4):
@@ -157,25 +168,26 @@ def test_export_that_is_killed_is_made_again_though_the_run_deleted_its_checkpoi
     run, outs = tmp_path / "run", tmp_path / "outs"
     _save(run, 2)
     events = watch(run, outs, OFTEN)
-    timer = threading.Timer(0.4, _kill_children)
-    timer.start()
+    killer = threading.Thread(target=_kill_an_export)
+    killer.start()
     assert next(events).event is FAILED
+    killer.join()
     shutil.rmtree(run / "checkpoint-2")
     events.close()
     assert _kinds(watch(run, outs, ONCE)) == [(EXPORTED, "checkpoint-2")]
     assert _links(outs) == []
 
 
-def _kill_children() -> None:
-    found = subprocess.run(
-        ["ps", "-o", "pid=,args=", "--ppid", str(os.getpid())],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    for line in found.splitlines():
-        if "consolidate" in line:
-            os.kill(int(line.split()[0]), signal.SIGKILL)
+def _kill_an_export() -> None:
+    """Kill the first `consolidate` that this process starts, as soon as it runs."""
+    words = ["ps", "-o", "pid=,args=", "--ppid", str(os.getpid())]
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        listed = subprocess.run(words, check=False, capture_output=True, text=True).stdout
+        for line in listed.splitlines():
+            if "consolidate" in line:
+                os.kill(int(line.split()[0]), signal.SIGKILL)
+                return
 
 
 def test_links_of_a_full_disk_are_released_oldest_first(

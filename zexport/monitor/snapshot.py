@@ -121,8 +121,11 @@ class RunCheckpoint(Struct, frozen=True):
 
     @property
     def mark(self) -> str:
-        """A digest of names, sizes and times: it differs once a file is saved again."""
-        return digest_of_versions(self.files)
+        """A digest of names, sizes and times: it differs once a file is saved again.
+
+        Restored files of several checkpoints may have equal times: the name distinguishes them.
+        """
+        return digest_of_versions({f"{self.name}/{file}": one for file, one in self.files.items()})
 
     @property
     def is_trainers(self) -> bool:
