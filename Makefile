@@ -8,7 +8,8 @@ JOBS ?= 2
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet
+# Python compiles what is imported; pip would compile every file of torch, Ray and transformers, which takes a minute.
+PIP := $(BIN)/python -m pip install --quiet --no-compile
 FOR_DEMO := $(VENV)/.for-demo
 STAMP := $(VENV)/.installed
 CPU_INDEX := https://download.pytorch.org/whl/cpu
