@@ -12,7 +12,6 @@ from msgspec.structs import replace
 
 from zexport.checkpoint.resolve import (
     NEWEST,
-    SOURCES,
     Location,
     TagChoice,
     are_of_one_run,
@@ -23,6 +22,7 @@ from zexport.checkpoint.resolve import (
     original_name,
 )
 from zexport.checkpoint.state import TrainingState
+from zexport.checkpoint.zero.source import read_checkpoint
 from zexport.errors import UsageError, ZexportError
 from zexport.options import checks_arguments
 from zexport.storage.files import is_file
@@ -89,8 +89,7 @@ def open_locations(locations: Sequence[Location]) -> TrainingState:
             found=", ".join(tags),
             hint="Choose the tag with --tag",
         )
-    source = next(one for one in SOURCES if one.holds(locations[0].tag_dir))
-    state = source.read(locations)
+    state = read_checkpoint(locations)
     return replace(state, warnings=(*_run_warnings(state), *state.warnings))
 
 
@@ -139,12 +138,10 @@ def _run_warnings(state: TrainingState) -> Iterator[str]:
         yield f"{location.name}: steps differ ({listed}). Copy all its files again"
     for part in state.parts:  # ZeRO-3 files record nothing else of their run
         ours, theirs = _losses(saved), _losses(_read(part))
-        if differing := [one for one in ours.keys() & theirs.keys() if ours[one] != theirs[one]]:
-            step = min(differing)
+        if any(ours[step] != theirs[step] for step in ours.keys() & theirs.keys()):
             yield (
-                f"{part.root}: may be from another run, because the loss at step {step} is "
-                f"{theirs[step]} in its {_STATE} and {ours[step]} in {location.root}. "
-                "Pass the folders of one run"
+                f"{part.root}: may be from another run, because losses differ in its {_STATE} "
+                f"and in {location.root}. Pass the folders of one run"
             )
 
 

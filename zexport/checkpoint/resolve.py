@@ -14,8 +14,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from zexport.checkpoint.state import TrainingState
-from zexport.checkpoint.zero.source import holds_checkpoint, read_checkpoint, recorded_step_of
+from zexport.checkpoint.zero.source import holds_checkpoint, recorded_step
 from zexport.errors import (
     AmbiguousTagError,
     CheckpointError,
@@ -63,7 +62,6 @@ _OF_ACCELERATE = re.compile(r"pytorch_model(?:_\d{1,9})?", re.ASCII)
 _TIME_WORD = re.compile(
     "best|checkpoint|ckpt|end|epoch|final|global|iter|iteration|last|latest|step"
 )
-_CHECK = "Check the path and its permissions"
 _CHOOSE = "Choose one with --tag"
 
 
@@ -121,24 +119,13 @@ class Candidate(Struct, frozen=True):
     step: int | None
 
 
-class Source(Struct, frozen=True):
-    """A format: does a folder contain it, at which global step, and its state (one per node)."""
-
-    holds: Callable[[Path], bool]
-    step: Callable[[Path, Boundary], int | None]
-    read: Callable[[Sequence[Location]], TrainingState]
-
-
-SOURCES = (Source(holds_checkpoint, recorded_step_of, read_checkpoint),)
-
-
 def locate(path: Path, tag: str | None = None, *, follow_symlinks: bool = False) -> Location:
     """Return the tag folder that ``path`` and ``tag`` mean.
 
     Without ``tag``: the path itself, the tag that ``latest`` names, or the only one. ``tag`` is a
     tag in ``path``, a checkpoint of the run, or a tag that only one of its checkpoints has.
     """
-    with reading(path, hint=_CHECK):
+    with reading(path, hint="Check the path and its permissions"):
         path = _existing(path)
         boundary = Boundary.of(path, follow=follow_symlinks)
         if not is_tag_dir(path):
@@ -234,7 +221,7 @@ def read_latest(root: Path, name: str = LATEST[0]) -> str | None:
 
 
 def is_tag_dir(path: Path) -> bool:
-    return is_folder(path) and any(source.holds(path) for source in SOURCES)
+    return is_folder(path) and holds_checkpoint(path)
 
 
 def list_tags(folder: Path) -> tuple[str, ...]:
@@ -297,10 +284,6 @@ def are_of_one_run(names: Iterable[str]) -> bool:
 def name_pattern(name: str) -> str:
     """Return the name with its numbers replaced by 0."""
     return _DIGITS.sub("0", original_name(name))
-
-
-def recorded_step(tag_dir: Path, boundary: Boundary) -> int | None:
-    return next((one.step(tag_dir, boundary) for one in SOURCES if one.holds(tag_dir)), None)
 
 
 def list_candidates(folder: Path, boundary: Boundary) -> tuple[Candidate, ...]:

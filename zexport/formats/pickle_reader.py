@@ -18,8 +18,9 @@ from typing import TypeVar, cast
 from msgspec import Struct
 
 from zexport.errors import DamagedCheckpointError, UnsafeError, UnsupportedError, ZexportError
-from zexport.formats.pickle_globals import CALLS, HARMLESS, storage_of
 from zexport.formats.pickle_values import (
+    CALLS,
+    HARMLESS,
     NEWOBJ,
     NEWOBJ_EX,
     REDUCE,
@@ -29,6 +30,7 @@ from zexport.formats.pickle_values import (
     PickleError,
     StorageRef,
     as_key,
+    storage_of,
 )
 from zexport.storage.files import FileBytes
 

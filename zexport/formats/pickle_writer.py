@@ -16,27 +16,25 @@ from itertools import accumulate
 from operator import mul
 
 from zexport.errors import UnsafeError
-from zexport.formats.pickle_globals import (
-    BUILTINS,
+from zexport.formats.pickle_values import (
     DTYPES,
     FRAGMENT,
     LOSS_SCALERS,
+    NEWOBJ,
     REBUILD_TENSOR,
     REBUILD_TENSOR_V3,
+    REDUCE,
     STORAGES,
     UNTYPED_STORAGE,
     ZERO_STAGE,
-    globals_of,
-)
-from zexport.formats.pickle_values import (
-    NEWOBJ,
-    REDUCE,
     Global,
     Opaque,
     OpaqueKey,
     Ordered,
     Size,
     TensorLeaf,
+    builtins_of,
+    globals_of,
 )
 from zexport.ranges.dtypes import Shape
 
@@ -59,22 +57,17 @@ _CALLED = (
     | globals_of("numpy.core.multiarray", "scalar", "_reconstruct")
     | globals_of("numpy._core.multiarray", "scalar", "_reconstruct")
     | {ZERO_STAGE, _ENCODE}
-    | {Global(module, name) for module in BUILTINS for name in ("bytearray", "complex")}
+    | builtins_of("bytearray", "complex")
 )
 _CONSTRUCTED = LOSS_SCALERS | {Global("argparse", "Namespace"), FRAGMENT}
 _NAMED = (
     DTYPES.keys()
     | {_SIZE, Global("numpy", "ndarray")}
-    | {
-        Global(module, name)
-        for module in BUILTINS
-        for name in ("bool", "dict", "float", "int", "list", "set", "str", "tuple")
-    }
+    | builtins_of("bool", "dict", "float", "int", "list", "set", "str", "tuple")
 )
 """Globals that may be called, constructed without arguments, or stored as values."""
 
 _BYTE, _SHORT, _INT = 1 << 8, 1 << 16, 1 << 31
-_KEY_PARTS_MAX = 1000
 _TUPLES = {1: b"\x85", 2: b"\x86", 3: b"\x87"}
 
 
@@ -109,7 +102,7 @@ class _Writer:
         if kind in _PLAIN:
             _PLAIN[kind](self, value)
         elif kind not in _SHARED:
-            raise _unsafe(kind.__name__)
+            raise _unsafe("a key that is slow to hash" if kind is OpaqueKey else kind.__name__)
         elif not self._recalled(id(value)):
             _SHARED[kind](self, value)
 
@@ -203,11 +196,6 @@ class _Writer:
             self.put(state)
             self.out += b"b"
 
-    def _key(self, value: OpaqueKey) -> None:
-        if not _is_cheap_key(value.value):
-            raise _unsafe("a key that is slow to hash")
-        self.put(value.value)
-
     def _size(self, value: Size) -> None:
         self._call(value, _SIZE, (tuple(value),))
 
@@ -286,17 +274,6 @@ def _flat(pairs: Iterable[tuple[object, object]]) -> list[object]:
     return [part for pair in pairs for part in pair]
 
 
-def _is_cheap_key(value: object) -> bool:
-    """Whether loading the pickle hashes it quickly: nested tuples may share parts many times."""
-    waiting, count = [value], 0
-    while waiting and count < _KEY_PARTS_MAX:
-        one = waiting.pop()
-        count += 1
-        if isinstance(one, tuple):
-            waiting += one
-    return not waiting
-
-
 def _unsafe(found: object) -> UnsafeError:
     if isinstance(found, Opaque):
         found = found.callee if isinstance(found.callee, Global) else "a call of a call's result"
@@ -324,7 +301,6 @@ _SHARED: dict[type, Callable[..., None]] = {
     list: _Writer._list,
     dict: _Writer._dict,
     Ordered: _Writer._ordered,
-    OpaqueKey: _Writer._key,
     Size: _Writer._size,
     bytes: _Writer._bytes,
     bytearray: _Writer._bytearray,

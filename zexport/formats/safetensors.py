@@ -158,13 +158,10 @@ def read_header(
         if prefix and LFS_POINTER.startswith(prefix):
             problem, hint = "is a Git LFS pointer, not the file", "Fetch the file: git lfs pull"
             raise error(problem, path=path, hint=hint)
-        if len(prefix) < _LENGTH.size:
-            found = f"{version.nbytes} bytes"
-            raise error("is too short for a safetensors file", path=path, found=found)
-        nbytes: int = _LENGTH.unpack(prefix)[0]
+        nbytes = int.from_bytes(prefix, "little")
         limit = min(HEADER_NBYTES_LIMIT, version.nbytes - _LENGTH.size)
         if nbytes > limit:
-            problem, expected = "header exceeds the file", f"at most {limit} bytes"
+            problem, expected = "header exceeds the file", f"at most {max(limit, 0)} bytes"
             raise error(problem, path=path, found=f"{nbytes} bytes", expected=expected)
         text = file.read_at(_LENGTH.size, nbytes)
     name = _METADATA

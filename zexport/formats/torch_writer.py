@@ -43,6 +43,7 @@ _MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
 _NAME_LENGTH_MAX = 400
 """Longer names of tensors are not extended: values may be nested to any depth."""
 
+_ATTRIBUTES = ("args", "callee", "items", "pairs", "state")
 T = TypeVar("T")
 
 
@@ -245,10 +246,10 @@ def tensors_in(value: object, kind: type[T]) -> Iterator[tuple[str, T]]:
             yield free, one
         elif isinstance(one, dict | list | tuple | Opaque):
             seen.add(id(one))
-            waiting.append((_joined(prefix, key), iter(_parts(one))))
+            waiting.append((_joined(prefix, key), iter(parts_of(one))))
 
 
-def _parts(
+def parts_of(
     value: dict[object, object] | list[object] | tuple[object, ...] | Opaque,
 ) -> Iterable[tuple[object, object]]:
     """Return key, index or attribute of everything in a value that may contain tensors."""
@@ -257,7 +258,7 @@ def _parts(
     if isinstance(value, dict):
         return value.items()
     if isinstance(value, Opaque):
-        return ((name, getattr(value, name)) for name in ("args", "items", "pairs", "state"))
+        return ((name, getattr(value, name)) for name in _ATTRIBUTES)
     return enumerate(value)
 
 

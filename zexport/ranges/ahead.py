@@ -24,16 +24,16 @@ def announced(
     """Yield ``items``, and pass their ``windows`` to ``expect`` two batches ahead."""
     before: deque[list[_T]] = deque()
     batch: list[_T] = []
-    size, limit = 0, _BATCHES_AHEAD * _BATCH_NBYTES
+    size = 0
     for one in items:
         batch.append(one)
         size += nbytes(one)
-        if size >= limit:
+        if size >= _BATCH_NBYTES:
             expect(chain.from_iterable(map(windows, batch)))
             before.append(batch)
+            batch, size = [], 0
             if len(before) > _BATCHES_AHEAD:
                 yield from before.popleft()
-            batch, size, limit = [], 0, _BATCH_NBYTES
     expect(chain.from_iterable(map(windows, batch)))
     yield from chain.from_iterable((*before, batch))
 

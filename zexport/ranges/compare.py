@@ -26,7 +26,6 @@ _RUNS_MAX = 1024
 """Ranges of a tensor that are sampled separately; scattered tensors have millions."""
 
 _BATCH_NUMEL = 1 << 18
-_COSINES_AT_ONCE = 256
 _CHUNK_NBYTES = 1 << 20
 
 Expect: TypeAlias = Callable[[Iterable[tuple[ByteSource, int, int]]], None]
@@ -123,7 +122,7 @@ def compare_casts(
     read: Read,
     *,
     full: bool,
-    expect: Expect | None = None,
+    expect: Expect,
 ) -> tuple[Comparison, ...]:
     """Return the tensors whose copies differ; NaN equals NaN.
 
@@ -137,8 +136,7 @@ def compare_casts(
         for start in range(first, stop, _BATCH_NUMEL)
     )
     for batch in _batches(parts):
-        if expect is not None:
-            expect(chain.from_iterable(one.replica.windows(span) for one, span in batch))
+        expect(chain.from_iterable(one.replica.windows(span) for one, span in batch))
         _compare(batch, read)
     return tuple(one for one in compared if one.count)
 
@@ -155,19 +153,12 @@ def fingerprint(read: Read, source: ByteSource, stored: DType, seen_as: DType) -
     return blake3(bits_seen_as(elements, stored, seen_as).tobytes()).digest()
 
 
-def cosines(
-    replicas: Sequence[CastReplica], read: Read, *, expect: Expect | None = None
-) -> list[float]:
+def cosines(replicas: Sequence[CastReplica], read: Read, expect: Expect) -> list[float]:
     """Return the cosine similarity of short samples of each tensor and its copy; 1 for zeros."""
-    found = []
-    for begin in range(0, len(replicas), _COSINES_AT_ONCE):
-        batch = replicas[begin : begin + _COSINES_AT_ONCE]
-        spans = [[*_samples(0, one.numel, _FINGERPRINT_NUMEL)] for one in batch]
-        if expect is not None:
-            pairs = zip(batch, spans, strict=True)
-            expect(window for one, own in pairs for span in own for window in one.windows(span))
-        found += [_cosine(read, one, own) for one, own in zip(batch, spans, strict=True)]
-    return found
+    spans = [[*_samples(0, one.numel, _FINGERPRINT_NUMEL)] for one in replicas]
+    pairs = [*zip(replicas, spans, strict=True)]
+    expect(window for one, own in pairs for span in own for window in one.windows(span))
+    return [_cosine(read, one, own) for one, own in pairs]
 
 
 def _cosine(read: Read, replica: CastReplica, spans: Sequence[Span]) -> float:

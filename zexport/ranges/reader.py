@@ -9,7 +9,6 @@ from itertools import chain, islice, starmap
 from pathlib import Path
 from resource import RLIM_INFINITY, RLIMIT_NOFILE, getrlimit
 from threading import Lock, RLock
-from types import TracebackType
 from typing import Protocol, Self
 
 from zexport.errors import CheckpointError, DamagedCheckpointError
@@ -55,7 +54,7 @@ class SourceReader:
     records and compares. A file that changed is refused when it is opened and by ``finish``.
     ``zexport.storage.os_errors`` retries reads of buckets.
 
-    Weights that are used are read through ``zexport.export.proof``; other callers
+    Weights that are used are read through ``zexport.export.checked_reader``; other callers
     read only bytes that decide something.
     """
 
@@ -73,18 +72,18 @@ class SourceReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._open.close()
 
     @property
     def nbytes_read(self) -> int:
         """Bytes read so far, including those for checksums."""
         return self._nbytes_read
+
+    def add(self, *files: ReadableFile) -> None:
+        """Read these files too."""
+        self._files |= {file.path: file for file in files}
+        self._records |= {file.path: file.records for file in files}
 
     def new_coverage(self) -> Coverage:
         """Return an empty coverage of the same files."""

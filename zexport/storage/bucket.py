@@ -138,22 +138,6 @@ def _get(address: Address, start: int, stop: int, etag: str) -> memoryview:
     return data
 
 
-def _put(address: Address, content: bytes, *, is_new: bool) -> None:
-    """Write a small object in one request.
-
-    Raises:
-        FileExistsError: it exists with other content, and ``is_new``. With the same content,
-            obstore has repeated a request whose answer was lost.
-    """
-    how: Any = {"mode": "create" if is_new else "overwrite", "use_multipart": False}
-    with _changing(address) as store:
-        try:
-            obstore.put(store, address.key, content, **how)
-        except AlreadyExistsError:
-            if bytes(obstore.get(store, address.key).bytes()) != content:
-                raise
-
-
 @lru_cache(_WINDOWS_MAX)
 def _head_once(path: Address, listed: Version) -> Version:  # noqa: ARG001 - a cache key
     """Return the version of an object; ask for it once while the listing stays the same."""
@@ -288,7 +272,19 @@ class ObjectStorage(Storage[Address]):
         return ObjectOutput(path, nbytes=nbytes)
 
     def put(self, path: Address, content: bytes, *, is_new: bool) -> None:
-        _put(path, content, is_new=is_new)
+        """Write a small object in one request.
+
+        Raises:
+            FileExistsError: it exists with other content, and ``is_new``. With the same content,
+                obstore has repeated a request whose answer was lost.
+        """
+        how: Any = {"mode": "create" if is_new else "overwrite", "use_multipart": False}
+        with _changing(path) as store:
+            try:
+                obstore.put(store, path.key, content, **how)
+            except AlreadyExistsError:
+                if bytes(obstore.get(store, path.key).bytes()) != content:
+                    raise
 
     def delete(self, paths: list[Address]) -> None:
         """Remove objects, with retries: obstore does not repeat a POST."""

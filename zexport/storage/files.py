@@ -9,16 +9,13 @@ import errno
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zexport.errors import OutputError
 from zexport.storage.local import LOCAL
 from zexport.storage.location import Address, place
 from zexport.storage.os_errors import HINTS, reading, writing
 from zexport.storage.storage import InputFile, Kind, OutputFile, Storage, Version
-
-if TYPE_CHECKING:
-    pass
 
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 """Start of a file that ``git lfs pull`` has not replaced yet."""

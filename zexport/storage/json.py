@@ -16,6 +16,7 @@ from zexport.text import brief
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 JsonObject: TypeAlias = "dict[str, Json]"
+JsonTable: TypeAlias = Mapping[str, Json]
 SCHEMA = 2
 """Version of the printed results; increased when a key changes or is removed."""
 

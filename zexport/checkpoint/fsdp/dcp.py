@@ -28,9 +28,8 @@ from zexport.checkpoint.fsdp.tree import (
 )
 from zexport.checkpoint.state import Role
 from zexport.errors import IncompleteCheckpointError, UnsupportedError
-from zexport.formats.pickle_globals import DTYPES
 from zexport.formats.pickle_reader import load
-from zexport.formats.pickle_values import Global, Opaque, OpaqueKey
+from zexport.formats.pickle_values import DTYPES, Global, Opaque, OpaqueKey
 from zexport.formats.pickle_view import PickleView
 from zexport.formats.torch_file import data_offset, read_directory, read_record, tensor_source
 from zexport.ranges.dtypes import DType, Shape

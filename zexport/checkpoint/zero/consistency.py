@@ -142,7 +142,7 @@ def find_duplicates(ranks: Ranks) -> Iterator[ZexportError]:
         is_named = original_name(one.file) is not None
         if one.stage != ZERO3 or one.shared_groups or is_named or (one.taken_steps or 0) < 1:
             continue
-        file = first.setdefault(_evidence(one) or id(one), one.file)
+        file = first.setdefault(_sample(one) or id(one), one.file)
         if file is not one.file and same_bytes(file.path, one.file.path):
             yield DamagedCheckpointError(
                 "equal to the optimizer states file of another rank, one is a copy",
@@ -152,18 +152,14 @@ def find_duplicates(ranks: Ranks) -> Iterator[ZexportError]:
             )
 
 
-def _evidence(one: OptimizerStates) -> tuple[int, ...] | bytes:
-    """Return the CRC-32 of all tensors, or the first master weights of a legacy file.
+def _sample(one: OptimizerStates) -> bytes:
+    """Return the first bytes of some tensor; nothing if other ranks may have the same.
 
-    Nothing if different ranks may have the same: padding (all zeros), constants.
+    These are padding (all zeros) and constants.
     """
-    refs = [*one.master_weights, *(ref for kept in one.kept for ref in kept.tensors.values())]
-    if not one.file.is_legacy:
-        sums = tuple(int(one.file.checksum(ref.storage)) for ref in refs)
-        return sums if len({*sums}) > 1 else ()
-    for ref in one.master_weights:
+    for ref in (*one.master_weights, *(r for kept in one.kept for r in kept.tensors.values())):
         extents = one.file.source(ref).extents(0, min(ref.nbytes, _SAMPLE_NBYTES))
         data = b"".join(read_range(it.path, it.offset, it.nbytes) for it in extents)
         if len({*data}) >= _DISTINCT_MIN:
             return data
-    return ()
+    return b""

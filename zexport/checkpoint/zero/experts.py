@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from operator import itemgetter
+from itertools import chain
 
 from msgspec.structs import replace
 
-from zexport.checkpoint.boxes import Bound
 from zexport.checkpoint.state import MASTER, MODULE, Cell, Copy, FileKind, Parameter, Role, by_role
 from zexport.checkpoint.zero.expert_layers import (
     ExpertLayers,
@@ -26,12 +25,13 @@ from zexport.checkpoint.zero.expert_layers import (
     find_layers,
     join_experts,
     native_name,
+    of_first,
     without_experts,
 )
 from zexport.checkpoint.zero.file_names import rank_file_name, read_rank_file
 from zexport.checkpoint.zero.flat_groups import FlatGroup, check_group, flat_groups, zero_cell
 from zexport.checkpoint.zero.pipeline import merge_stages
-from zexport.checkpoint.zero.ranks import FROM_NODES, Ranks, TagFolder, check_grid, no_model
+from zexport.checkpoint.zero.ranks import FROM_NODES, Ranks, TagFolder, check_grid
 from zexport.checkpoint.zero.records import ModelStates, SharedGroup
 from zexport.checkpoint.zero.stage0 import (
     ROUNDED,
@@ -45,18 +45,18 @@ from zexport.errors import IncompleteCheckpointError, LayoutError, UnsupportedEr
 from zexport.formats.torch_file import TorchFile
 
 _GROUP_NAME = re.compile(r"ep_size_(\d{1,6})", re.ASCII)
-_OF_EXPERTS = re.compile(r"\.deepspeed_moe\.|\.experts\.")
+_LAYER = re.compile(r"\.deepspeed_moe\.|\.router\.|\.experts\.")
 
 
 def read_experts(tag: TagFolder) -> tuple[Cell, Callable[[], tuple[Cell, ...]]]:
     """Return all tensors, and a function for the cells of all stages' expert-parallel ranks."""
     models = [*tag.models.values()]
-    if not models:
-        raise no_model(tag.path)
     grid = models[0].grid
     is_folded = any(model.root.get("folding").value is not None for model in models)
     if is_folded or len(tag.ranks) > 1 or any(model.mp_world_size > 1 for model in models):
-        if is_folded or grid is None or grid.tensor > 1:  # checkpoint/constants.py: with AutoTP
+        if (
+            is_folded or grid is None or grid.tensor_ranks > 1
+        ):  # checkpoint/constants.py: with AutoTP
             raise UnsupportedError(
                 "experts with tensor parallelism, or an unknown kind of model parallelism",
                 path=tag.path,
@@ -85,66 +85,89 @@ def expert_sizes(tag: TagFolder) -> tuple[int, ...]:
     return tuple(sorted(sizes | {count // len(own) for count, own in counts}))
 
 
-def _whole(tag: TagFolder, ranks: Ranks, layers: ExpertLayers) -> Cell:
-    """Return the cell of one stage, with experts under their numbers in the layer."""
-    if ranks.is_zero0:
-        return zero0_experts_cell(tag, ranks, layers)
-    model, (cell, groups) = ranks.first, _flat_groups(ranks, layers)
-    trained, flats = list[Parameter](), [*cell.flats]
-    for shards in groups.values():
-        for shard in shards:
-            check_group(shard, model)
-            flats += shard.flat_data()
-        alike = zip(*(shard.parameters() for shard in shards), strict=True)
-        for one in (one for own in alike for one in _joined(own, layers)):
-            copy = layers.stored.get(one.name)
-            if layers.stored and (copy is None or copy.shape != one.shape):
-                raise LayoutError(
-                    f"expert files lack trained {one.name!r}", "none", list(one.shape)
-                )
-            trained.append(
-                one if copy is None else replace(one, stored={**one.stored, **copy.stored})
-            )
-    aliases = _aliases(model, layers, {one.name for one in trained})
-    rest = layers.stored.keys() - aliases.keys() - {one.name for one in trained}
-    untrained = [one for name, one in layers.stored.items() if name in rest]
-    parameters = by_role([*cell.parameters.values(), *trained, *untrained])
-    return replace(
-        cell,
-        parameters=parameters,
-        aliases={**cell.aliases, **aliases},
-        left_out=(*cell.left_out, *(name for name in layers.autoep if name not in parameters)),
-        flats=tuple(flats),
-    )
+def _read_stage(
+    tag: TagFolder, ranks: Ranks, layers: ExpertLayers, *, needs_states: bool
+) -> tuple[Cell, list[Cell]]:
+    """Return the dense weights of one stage, and the experts of each expert-parallel rank.
 
-
-def _split(tag: TagFolder, ranks: Ranks, layers: ExpertLayers) -> Iterator[Cell]:
-    """Yield the cells of one stage: dense groups are the same, groups of experts each rank's."""
+    Experts have their numbers in the layer. Without ``needs_states``, optimizers without master
+    weights are not read.
+    """
     if ranks.is_zero0:
-        yield from split_zero0_experts(tag, ranks, layers)
-        return
-    model, owners = ranks.first, [one for one in ranks.owners if one is not None]
-    dense, groups = _flat_groups(ranks, layers)
+        return _numbered_stage(tag, ranks, layers, needs_states=needs_states)
+    model, (dense, groups) = ranks.first, _flat_groups(ranks, layers)
     sizes = sorted({len(shards) for shards in groups.values()} or {1})
-    if len(sizes) > 1:
+    if needs_states and len(sizes) > 1:
         raise UnsupportedError(
             "layers with several expert-parallel sizes cannot be resharded",
             path=model.file.path,
             found=f"{sizes}",
             hint="Resume the run with as many ranks as wrote it",
         )
-    if layers.has_frozen(model.trained):
-        dense = replace(dense, frozen=None)
-    for expert_rank in range(sizes[0]):
-        shards = {number: own[expert_rank] for number, own in groups.items()}
-        first = next((shard.owners[0] for shard in shards.values()), None)
-        trained = [one for shard in shards.values() for one in shard.parameters()]
+    flats, shares = [*dense.flats], [Cell({}, states=model) for _ in range(sizes[-1])]
+    for shards in groups.values():
+        for shard in shards:
+            check_group(shard, model)
+            flats += shard.flat_data()
+        for rank, share in enumerate(shares):
+            number = rank % len(shards)
+            shard, own = shards[number], dict(share.parameters)
+            for one in shard.parameters():
+                name = _name_in_layer(one.name, layers, number, len(shards))
+                own[name] = replace(one, name=name)
+            states = ranks.model.get(ranks.owners.index(shard.owners[0]), model)
+            shares[rank] = replace(share, parameters=own, states=states)
+    frozen = None if layers.has_frozen(model.trained) else dense.frozen
+    return replace(dense, flats=tuple(flats), frozen=frozen), shares
+
+
+def _whole(tag: TagFolder, ranks: Ranks, layers: ExpertLayers) -> Cell:
+    """Return the cell of one stage, with experts under their numbers in the layer."""
+    dense, shares = _read_stage(tag, ranks, layers, needs_states=False)
+    experts: dict[str, list[Parameter]] = {}
+    for one in chain.from_iterable(zip(*(own.parameters.values() for own in shares), strict=True)):
+        experts.setdefault(one.name, []).append(one)
+    parameters = dict(dense.parameters)
+    for name in layers.stored if ranks.is_zero0 else experts:
+        layer, one, copy = layers.autoep.get(name), experts[name][0], layers.stored.get(name)
+        if layer is not None:
+            one = join_experts(experts[name][: len(layer.held)], layer)
+        if layers.stored and (copy is None or copy.shape != one.shape):
+            raise LayoutError(f"expert files lack trained {name!r}", "none", list(one.shape))
+        stored = {} if copy is None else copy.stored
+        parameters[name] = replace(one, stored={**one.stored, **stored})
+    aliases = _aliases(ranks.first, layers, parameters)
+    rest = (name for name in layers.stored if name not in aliases and name not in parameters)
+    parameters |= {name: layers.stored[name] for name in [*rest]}
+    return replace(
+        dense,
+        parameters=by_role(parameters.values()),
+        aliases={**dense.aliases, **aliases},
+        left_out=(*dense.left_out, *(name for name in layers.autoep if name not in parameters)),
+        matched=dense.matched.union(*(share.matched for share in shares)),
+        copies=(*dense.copies, *(copy for share in shares for copy in share.copies)),
+        problems=tuple(problem for share in shares for problem in share.problems),
+    )
+
+
+def _split(tag: TagFolder, ranks: Ranks, layers: ExpertLayers) -> Iterator[Cell]:
+    """Yield the cell of each expert-parallel rank, with experts as the rank numbers them."""
+    dense, shares = _read_stage(tag, ranks, layers, needs_states=True)
+    for rank, share in enumerate(shares):
+        local = {name: name for name in (*dense.parameters, *share.parameters)}
+        for native in filter(None, map(native_name, share.parameters)):
+            each = layers.native[native.prefix] // len(shares)
+            local[native.of(native.number)] = native.of(native.number % each)
+        own = [replace(one, name=local[name]) for name, one in share.parameters.items()]
         yield replace(
             dense,
-            parameters=by_role([*dense.parameters.values(), *trained]),
-            states=ranks.model.get(owners.index(first) if first else 0, model),
-            expert_rank=expert_rank,
-            expert_ranks=sizes[0],
+            parameters=by_role([*dense.parameters.values(), *own]),
+            groups=tuple(replace(g, names=tuple(local[n] for n in g.names)) for g in share.groups),
+            copies=(*dense.copies, *share.copies),
+            states=share.states,
+            problems=share.problems,
+            expert_rank=rank,
+            expert_ranks=len(shares),
         )
 
 
@@ -183,17 +206,15 @@ def sharing_ranks(ep_size: int, world: int, *, is_blocks: bool) -> list[range]:
     return equal_shares(world, ep_size) if is_blocks else interleaved
 
 
-def _joined(alike: Sequence[Parameter], layers: ExpertLayers) -> list[Parameter]:
-    """Return a local weight of all expert-parallel ranks under its name or names in the layer."""
-    name, layer = alike[0].name, layers.autoep.get(alike[0].name)
-    if layer is not None:
-        return [join_experts(alike, layer)]
+def _name_in_layer(name: str, layers: ExpertLayers, rank: int, count: int) -> str:
+    """Return the name of a local weight of one of ``count`` ranks, with its number in the layer."""
     native = native_name(name)
-    shares = equal_shares(layers.native.get(native.prefix, 0) if native else 0, len(alike))
-    if native is None or native.number >= len(shares[0]):
+    if name in layers.autoep or native is None:
+        return name
+    share = equal_shares(layers.native.get(native.prefix, 0), count)[rank]
+    if native.number >= len(share):
         raise LayoutError(f"expert files lack trained {name!r}", "none", "one per expert")
-    names = [native.of(share[native.number]) for share in shares]
-    return [replace(one, name=own) for own, one in zip(names, alike, strict=True)]
+    return native.of(share[native.number])
 
 
 def _aliases(model: ModelStates, layers: ExpertLayers, known: Collection[str]) -> dict[str, str]:
@@ -208,19 +229,33 @@ def _aliases(model: ModelStates, layers: ExpertLayers, known: Collection[str]) -
     }
 
 
-def zero0_experts_cell(tag: TagFolder, ranks: Ranks, layers: ExpertLayers) -> Cell:
-    """Return the cell of one pipeline stage, with experts under their numbers in the layer."""
-    files, (model, dense, experts) = _optimizer_files(tag, ranks), _stored(ranks, layers)
-    cells = [with_optimizers([], [*dense, *experts], [])]
-    if has_masters := any(one.dtype in ROUNDED for one in cells[0].parameters.values()):
-        cells = _cells(ranks, layers, files)
-    alike: dict[str, list[Parameter]] = {one.name: [] for one in (*dense, *experts)}
+def _numbered_stage(
+    tag: TagFolder, ranks: Ranks, layers: ExpertLayers, *, needs_states: bool
+) -> tuple[Cell, list[Cell]]:
+    """Return the stage of a run without ZeRO.
+
+    Dense weights and their states are the first rank's; those of the others are copies.
+    """
+    model = without_experts(ranks.first, layers)
+    weights, every = stored_weights(model, model.shared), [model.file]
+    experts = [
+        one if one.role is Role.BUFFER else replace(one, role=Role.TRAINABLE)
+        for one in layers.stored.values()
+    ]
+    every += (one.file for own in layers.files.values() for one in own)
+    names = [one for one in tag.of_kind(FileKind.EXPERT_OPTIMIZER) if one.mp == ranks.index]
+    files = {one.rank: read_rank_file(one) for one in names}
+    used = files if needs_states or any(o.dtype in ROUNDED for o in (*weights, *experts)) else None
+    count, shares = _count_ranks(ranks, layers, used), list[Cell]()
+    for rank in range(count):
+        own = _share_of(experts, layers, rank, count)
+        optimizers = [] if used is None else [(optimizer_of(used[rank]), used[rank])]
+        order = _in_module_order(weights, own)
+        shares.append(with_optimizers(optimizers, order, every, {one.name for one in own}))
     roles: dict[str, set[Role]] = {}
-    for one in (one for cell in cells for one in cell.parameters.values()):
-        native = native_name(one.name)
-        alike[one.name].append(one)
-        roles.setdefault(native.of(0) if native else one.name, set()).add(one.role)
-    is_partial = len({bool(cell.matched) for cell in cells}) > 1
+    for one in (one for share in shares for one in share.parameters.values()):
+        roles.setdefault(of_first(one.name), set()).add(one.role)
+    is_partial = len({bool(share.matched) for share in shares}) > 1
     if is_partial or any(len(own) > 1 for own in roles.values()):
         raise IncompleteCheckpointError(
             "fp32 master weights of some experts, or on some ranks, are missing",
@@ -228,101 +263,54 @@ def zero0_experts_cell(tag: TagFolder, ranks: Ranks, layers: ExpertLayers) -> Ce
             expected=f"{rank_file_name(FileKind.EXPERT_OPTIMIZER, 0)}, ... of all ranks",
             hint=FROM_NODES,
         )
-    found, copies = {name: own[0] for name, own in alike.items()}, list[Copy]()
-    for name, own in alike.items():
-        if has_masters and name in layers.autoep:
-            found[name] = join_experts(own, layers.autoep[name])
-        elif own[0].has(MASTER):
-            copies += [
-                Copy(own[0], replace(one, stored={MASTER: one.stored[MASTER]})) for one in own[1:]
-            ]
-    tied, twins = tied_by_values([found[one.name] for one in dense], [model.file])
-    copies += [Copy(found[owner], found[name]) for name, owner in tied.items()]
-    found |= {name: replace(found[name], role=Role.TRAINABLE) for name in twins}
-    warnings = [text for cell in cells for text in cell.warnings]
+    first = {one.name: shares[0].parameters[one.name] for one in weights}
+    tied, twins = tied_by_values(first.values(), [model.file])
+    dense = {name: one for name, one in first.items() if name not in tied}
+    dense |= {name: replace(first[name], role=Role.TRAINABLE) for name in twins}
+    warnings = [text for share in shares for text in share.warnings]
     if twins:
         warnings.append(
             "ZeRO-0: weights are rounded as in the module, because they may be tied to trained "
             f"weights or frozen copies of them: {', '.join(twins)}"
         )
-    parameters = by_role(one for name, one in found.items() if name not in tied)
+    frozen = tuple(name for name, one in dense.items() if one.role is Role.FROZEN)
+    trained = (name for group in shares[0].groups for name in group.names)
     aliases = {alias: name for alias, name in model.shared.items() if alias in model.module} | tied
-    return Cell(
-        parameters=parameters,
-        groups=cells[0].groups,
+    cell = Cell(
+        parameters=dense,
         aliases=aliases,
         left_out=tuple(name for name in model.buffers if name not in model.module),
-        matched=frozenset(tied).union(*(cell.matched for cell in cells)),
-        copies=tuple(copies),
+        frozen=None if layers.has_frozen(trained) else frozen,
+        matched=frozenset(tied),
+        copies=tuple(Copy(first[owner], first[name]) for name, owner in tied.items()),
         files=(*ranks.files, *files.values()),
         states=model,
         index=ranks.index,
         warnings=tuple(dict.fromkeys(warnings)),
-        problems=tuple(problem for cell in cells for problem in cell.problems),
     )
-
-
-def split_zero0_experts(tag: TagFolder, ranks: Ranks, layers: ExpertLayers) -> Iterator[Cell]:
-    """Yield a cell per expert-parallel rank, with experts as the rank numbers them.
-
-    Dense weights and their states are the first rank's; those of the others are copies.
-    """
-    whole, files = zero0_experts_cell(tag, ranks, layers), _optimizer_files(tag, ranks)
-    model, dense = ranks.first, dict[str, Parameter]()
-    for rank, share in enumerate(_cells(ranks, layers, files)):
-        local = {name: name for name in share.parameters}
-        for native in filter(None, map(native_name, share.parameters)):
-            each = layers.native[native.prefix] // len(files)
-            local[native.of(native.number)] = native.of(native.number % each)
-        found = {
-            local[name]: replace(one, name=local[name])
-            for name, one in share.parameters.items()
-            if name not in whole.aliases
-        }
-        groups = tuple(replace(g, names=tuple(local[n] for n in g.names)) for g in share.groups)
-        trained = [name for group in groups for name in group.names]
-        frozen = [n for n, one in found.items() if one.role is Role.FROZEN and n in model.module]
-        cell = replace(
-            whole,
-            parameters=found,
-            groups=groups,
-            frozen=None if layers.has_frozen(trained) else tuple(frozen),
-            problems=share.problems,
-            expert_rank=rank,
-            expert_ranks=len(files),
+    for rank, share in enumerate(shares):
+        copies = [
+            Copy(one, replace(other, stored={k: v for k, v in other.stored.items() if k != MODULE}))
+            for one, other in ((one, share.parameters[name]) for name, one in first.items())
+            if rank and used and other.has(MASTER)
+        ]
+        own = [one for name, one in share.parameters.items() if name not in first]
+        shares[rank] = replace(
+            share, parameters={one.name: one for one in own}, copies=tuple(copies), states=model
         )
-        own = {n: found[n] for group in groups if not group.of_experts for n in group.names}
-        copies = tuple(Copy(dense[name], one) for name, one in own.items() if rank)
-        dense = dense or own
-        yield replace(cell, parameters=by_role((found | dense).values()), copies=copies)
+    return cell, shares
 
 
-def _optimizer_files(tag: TagFolder, ranks: Ranks) -> dict[int, TorchFile]:
-    names = [one for one in tag.of_kind(FileKind.EXPERT_OPTIMIZER) if one.mp == ranks.index]
-    return {one.rank: read_rank_file(one) for one in names}
-
-
-def _stored(
-    ranks: Ranks, layers: ExpertLayers
-) -> tuple[ModelStates, list[Parameter], list[Parameter]]:
-    model = without_experts(ranks.first, layers)
-    experts = [
-        o if o.role is Role.BUFFER else replace(o, role=Role.TRAINABLE)
-        for o in layers.stored.values()
-    ]
-    return model, stored_weights(model, model.shared), experts
-
-
-def _cells(ranks: Ranks, layers: ExpertLayers, files: Mapping[int, TorchFile]) -> list[Cell]:
-    """Return a cell of what each expert-parallel rank trains."""
+def _count_ranks(ranks: Ranks, layers: ExpertLayers, files: Mapping[int, TorchFile] | None) -> int:
+    """Return the expert-parallel size, which is the number of optimizer files if any are used."""
     sizes = {len(layer.held) for layer in layers.autoep.values()}
-    for file in files.values():
+    for file in (files or {}).values():
         for group in numbered_groups(optimizer_of(file), file):
             match = _GROUP_NAME.fullmatch(str(group.settings.get("name")))
             sizes |= {int(match[1])} if match else set()
-    count = max(sizes, default=max(files, default=0) + 1)
-    missing = next((rank for rank in range(count) if rank not in files), count)
-    if missing < count or len(files) > count:
+    count = max(sizes, default=max(files or {0}) + 1)
+    if files is not None and files.keys() != {*range(count)}:
+        missing = min({*range(count)} - files.keys(), default=count)
         raise IncompleteCheckpointError(
             "optimizer files are not one per expert-parallel rank",
             path=ranks.folder,
@@ -330,23 +318,22 @@ def _cells(ranks: Ranks, layers: ExpertLayers, files: Mapping[int, TorchFile]) -
             expected=f"{count}, {rank_file_name(FileKind.EXPERT_OPTIMIZER, missing)}, ...",
             hint=FROM_NODES,
         )
-    model, dense, experts = _stored(ranks, layers)
-    every = [model.file, *(one.file for own in layers.files.values() for one in own)]
+    return count
+
+
+def _share_of(
+    experts: Sequence[Parameter], layers: ExpertLayers, rank: int, count: int
+) -> list[Parameter]:
+    """Return the experts that one of ``count`` ranks trains."""
     shares = {prefix: equal_shares(number, count) for prefix, number in layers.native.items()}
-    cells = []
-    for rank in range(count):
-        own = list[Parameter]()
-        for one in experts:
-            native = native_name(one.name)
-            if native is not None:
-                own += [one] if native.number in shares[native.prefix][rank] else []
-                continue
-            cut = cut_experts(one, layers.autoep[one.name].held[rank])
-            own.append(replace(cut, stored={MODULE: Bound(cut.dtype, cut.source())}))
-        optimizer = optimizer_of(files[rank]), files[rank]
-        weights = _in_module_order(dense, own)
-        cells.append(with_optimizers([optimizer], weights, every, {one.name for one in own}))
-    return cells
+    found = list[Parameter]()
+    for one in experts:
+        native = native_name(one.name)
+        if native is None:
+            found.append(cut_experts(one, layers.autoep[one.name].held[rank]))
+        elif native.number in shares[native.prefix][rank]:
+            found.append(one)
+    return found
 
 
 def _in_module_order(dense: Sequence[Parameter], experts: Sequence[Parameter]) -> list[Parameter]:
@@ -355,10 +342,10 @@ def _in_module_order(dense: Sequence[Parameter], experts: Sequence[Parameter]) -
     Source: DeepSpeed 0.19, ``moe/sharded_moe.py`` (``MOELayer``),
     ``module_inject/auto_ep_layer.py``.
     """
-    marks, keyed = (".deepspeed_moe.", ".router."), [((at, 0), o) for at, o in enumerate(dense)]
-    pairs = [(mark, at, o.name) for at, o in enumerate(dense) for mark in marks if mark in o.name]
-    gates = {name.rpartition(mark)[0]: at for mark, at, name in pairs}
-    for at, one in enumerate(experts, 1):
-        gate = gates.get(_OF_EXPERTS.split(one.name)[0], len(dense))
-        keyed.append(((gate, at), one))
-    return [one for _, one in sorted(keyed, key=itemgetter(0))]
+    places = {one.name: at for at, one in enumerate(dense)}
+    gates = {_LAYER.split(name)[0]: at for name, at in places.items() if _LAYER.search(name)}
+
+    def place(one: Parameter) -> int:
+        return places.get(one.name, gates.get(_LAYER.split(one.name)[0], len(dense)))
+
+    return sorted([*dense, *experts], key=place)

@@ -17,7 +17,7 @@ from zexport.checkpoint.boxes import InFile, in_file
 from zexport.checkpoint.state import MODULE, Cell, Copy, FileKind, Parameter, Role, by_role, joined
 from zexport.checkpoint.zero.file_names import rank_file_name, read_rank_file
 from zexport.checkpoint.zero.flat_groups import check_module_weight, zero_cell
-from zexport.checkpoint.zero.ranks import FROM_NODES, Ranks, TagFolder, check_grid, no_model
+from zexport.checkpoint.zero.ranks import FROM_NODES, Ranks, TagFolder, check_grid
 from zexport.checkpoint.zero.stage0 import by_slices, slice_sizes, with_optimizers
 from zexport.checkpoint.zero.tensor_parallel import join_tensor_ranks
 from zexport.errors import IncompleteCheckpointError, LayoutError, UnsupportedError
@@ -55,9 +55,7 @@ def read_layers(tag: TagFolder) -> dict[int, dict[int, Layer]]:
 def read_pipeline(tag: TagFolder) -> tuple[Cell, Callable[[], tuple[Cell, ...]]]:
     """Return all stages joined, and a function that returns the cell of each index."""
     layers = read_layers(tag)
-    if not tag.models:
-        raise no_model(tag.path)
-    tensor = tag.grid.tensor
+    tensor = tag.grid.tensor_ranks
     check_grid(tag, tag.grid.stages * tensor, "pipeline stages")
     numbers = {number for own in layers.values() for number in own}
     ranks = [one for _, one in sorted(tag.ranks.items())]

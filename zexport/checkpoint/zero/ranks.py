@@ -10,7 +10,7 @@ from typing import TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from zexport.checkpoint.state import FileKind
+from zexport.checkpoint.state import FileKind, Parallelism
 from zexport.checkpoint.zero.file_names import (
     MODEL_FILES,
     RankFile,
@@ -22,7 +22,6 @@ from zexport.checkpoint.zero.file_names import (
 from zexport.checkpoint.zero.module_names import with_parameter_names
 from zexport.checkpoint.zero.records import (
     ZERO3,
-    Grid,
     ModelStates,
     OptimizerStates,
     model_states,
@@ -61,7 +60,7 @@ class Ranks(Struct, frozen=True):
     def first(self) -> ModelStates:
         """Model states of the lowest rank."""
         if not self.model:
-            raise no_model(self.folder, self.index, is_zero3=self.is_zero3)
+            raise no_model(self.folder, self.index)
         return self.model[min(self.model)]
 
     @property
@@ -105,12 +104,12 @@ class TagFolder(Struct, frozen=True):
         return {index: one.first for index, one in sorted(self.ranks.items()) if one.model}
 
     @property
-    def grid(self) -> Grid:
+    def grid(self) -> Parallelism:
         """Degrees of model parallelism; before DeepSpeed 0.19 layer files number tensor ranks."""
         model = next(iter(self.models.values()))
         layers = self.of_kind(FileKind.PIPELINE_LAYER)
         tensor = max((one.mp + 1 for one in layers), default=model.mp_world_size)
-        return model.grid or Grid(model.mp_world_size // tensor, tensor)
+        return model.grid or Parallelism(model.mp_world_size // tensor, tensor)
 
     def of_kind(self, *kinds: FileKind) -> list[RankFile]:
         return [one for one in self.files if one.kind in kinds]
@@ -156,7 +155,7 @@ def read_ranks(
             )
         )
     if 0 in missing_models:
-        problems.append(no_model(folder, index, is_zero3=is_zero3 if optimizer else None))
+        problems.append(no_model(folder, index))
     within = set(range(world_size)) if world_size is not None else named | models
     if extra := (named | models if is_zero3 else named) - within:
         problems.append(
@@ -226,19 +225,13 @@ def _world_size(
     return due if is_known else len(optimizer) or None
 
 
-def no_model(
-    folder: Path, index: int = 0, *, is_zero3: bool | None = None
-) -> IncompleteCheckpointError:
-    """Return the error for a model-parallel index without the file that names its weights.
-
-    ``is_zero3`` is ``None`` if no readable file records the stage.
-    """
+def no_model(folder: Path, index: int = 0) -> IncompleteCheckpointError:
+    """Return the error for a model-parallel index without the file that names its weights."""
     plain, zero3 = (rank_file_name(kind, 0, index) for kind in MODEL_FILES)
-    either = f"{zero3} (ZeRO-3) or {plain} (other stages)"
     return IncompleteCheckpointError(
         "model states file of rank 0 is missing, which has names and shapes",
         path=folder,
-        expected=either if is_zero3 is None else zero3 if is_zero3 else plain,
+        expected=f"{zero3} (ZeRO-3) or {plain} (other stages)",
         hint="Copy it from the node of rank 0",
     )
 

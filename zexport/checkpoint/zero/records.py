@@ -15,8 +15,8 @@ from math import isfinite
 
 from msgspec import Struct
 
-from zexport.formats.pickle_globals import FRAGMENT
-from zexport.formats.pickle_values import Opaque, TensorRef
+from zexport.checkpoint.state import Parallelism
+from zexport.formats.pickle_values import FRAGMENT, Opaque, TensorRef
 from zexport.formats.pickle_view import PickleView, view
 from zexport.formats.torch_file import TorchFile
 from zexport.ranges.dtypes import DType, Shape
@@ -35,16 +35,6 @@ PRUNED = "pruned_optimizer_state"
 
 _CASTS = {"bf16": DType.BF16, "bfloat16": DType.BF16, "fp16": DType.F16}
 _SCALARS = {DType.F32: "<f", DType.F64: "<d", DType.I64: "<q", DType.I32: "<i"}
-
-
-class Grid(Struct, frozen=True):
-    """Degrees of model parallelism; index ``s * tensor + t`` is tensor rank ``t`` of stage ``s``.
-
-    Source: DeepSpeed 0.19.8, ``runtime/pipe/topology.py`` (``ds_model_rank``).
-    """
-
-    stages: int
-    tensor: int
 
 
 class ModelStates(Struct, frozen=True):
@@ -114,12 +104,12 @@ class ModelStates(Struct, frozen=True):
         return tuple(item.number() for item in self.root.get("num_experts").items_or_self())
 
     @property
-    def grid(self) -> Grid | None:
+    def grid(self) -> Parallelism | None:
         """Recorded degrees of model parallelism (DeepSpeed 0.19 and later)."""
         degrees = self.root.get("checkpoint_parallel_dimensions").table()
         match degrees.get("pp_degree"), degrees.get("tp_degree"):
             case int(stages), int(tensor) if 0 < stages <= MAX_DEGREE and 0 < tensor <= MAX_DEGREE:
-                return Grid(stages, tensor)
+                return Parallelism(stages, tensor)
         return None
 
 

@@ -65,7 +65,7 @@ def holds_checkpoint(folder: Path) -> bool:
     return any(map(parse_name, children(folder))) or bool(matching(folder / "zero", "*/fp32.pt"))
 
 
-def recorded_step_of(folder: Path, boundary: Boundary) -> int | None:
+def recorded_step(folder: Path, boundary: Boundary) -> int | None:
     """Return the global step in a model states file; ``None`` if it cannot be read."""
     files = [one.path for one in rank_files(folder) if one.kind in MODEL_FILES]
     if not files or not boundary.holds(files[0]):
@@ -162,17 +162,18 @@ def _structure(tag: TagFolder) -> Structure:
 def _parallelism(tag: TagFolder, structure: Structure) -> Parallelism:
     if structure in (Structure.DATA, Structure.UNIVERSAL) or not tag.models:
         return Parallelism()
-    grid, sizes, counts = tag.grid, tuple[int, ...](), list[int]()
-    if structure is Structure.EXPERTS:
-        from zexport.checkpoint.zero.experts import expert_sizes
+    if structure is not Structure.EXPERTS:
+        return tag.grid
+    from zexport.checkpoint.zero.experts import expert_sizes
 
-        sizes = expert_sizes(tag)
-        counts += (count for model in tag.models.values() for count in model.num_experts)
-    return Parallelism(grid.stages, grid.tensor, sizes, tuple(counts))
+    counts = tuple(count for model in tag.models.values() for count in model.num_experts)
+    return replace(tag.grid, expert_ranks=expert_sizes(tag), experts=counts)
 
 
 def _assemble(tag: TagFolder, structure: Structure) -> tuple[Cell, Cells]:
     """Return all parameters joined, and a function that returns the cells of the ranks."""
+    if not (tag.files if structure is Structure.DATA else tag.models):
+        raise no_model(tag.path)
     if structure is Structure.UNIVERSAL:
         from zexport.checkpoint.zero.universal import read_universal
 
@@ -181,8 +182,6 @@ def _assemble(tag: TagFolder, structure: Structure) -> tuple[Cell, Cells]:
         from zexport.checkpoint.zero.experts import read_experts
 
         return read_experts(tag)
-    if not (tag.models if structure is Structure.TENSOR else tag.files):
-        raise no_model(tag.path)
     if structure is Structure.PIPELINE or (structure is Structure.TENSOR and tag.grid.stages > 1):
         from zexport.checkpoint.zero.pipeline import read_pipeline
 
@@ -192,7 +191,7 @@ def _assemble(tag: TagFolder, structure: Structure) -> tuple[Cell, Cells]:
         return cells[0] if cells else Cell({}), lambda: tuple(cells)
     from zexport.checkpoint.zero.tensor_parallel import join_tensor_ranks
 
-    check_grid(tag, tag.grid.tensor, "tensor ranks")
+    check_grid(tag, tag.grid.tensor_ranks, "tensor ranks")
     return join_tensor_ranks([*tag.models.values()], cells), lambda: tuple(cells)
 
 

@@ -52,7 +52,7 @@ _CONVERTED = "Export the checkpoint that it was converted from"
 
 def read_universal(tag: TagFolder) -> tuple[Cell, Callable[[], tuple[Cell, ...]]]:
     """Return all tensors, and a function that returns what each rank had before conversion."""
-    if not tag.ranks or any(0 not in one.model for one in tag.ranks.values()):
+    if any(0 not in one.model for one in tag.ranks.values()):
         raise no_model(tag.path)
     source = _Universal(tag)
     return source.whole, lambda: tuple(source.split())
@@ -244,13 +244,13 @@ class _Universal:
             ZexportError: optimizer states do not fit, or it is unknown how the ranks split them.
         """
         count, grid = len(self.models), self.models[0].grid
-        if count > 1 and (grid is None or grid.stages * grid.tensor != count):
+        if count > 1 and (grid is None or grid.stages * grid.tensor_ranks != count):
             raise UnsupportedError(
                 "joined from several model-parallel ranks, whose layout is not recorded",
                 path=self.tag.path,
                 hint=_SOURCE,
             )
-        tensor = 1 if grid is None or count == 1 else grid.tensor
+        tensor = 1 if grid is None or count == 1 else grid.tensor_ranks
         if tensor < count and not self.layer_files:
             raise IncompleteCheckpointError(
                 "layer files of the pipeline are missing, which the converter does not copy",
