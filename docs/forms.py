@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 
 from zexport import DiffReport, ExportReport, PartReport, PruneReport, VerifyReport, WatchEvent
-from zexport.export.decide import Provenance
 from zexport.export.manifest import SCHEMA as MANIFEST_SCHEMA
 from zexport.export.manifest import Manifest
 from zexport.export.plan import PlanSummary
+from zexport.export.planner import Provenance
 from zexport.report.diff import SCHEMA as DIFF_SCHEMA
 from zexport.report.json import Failure
 from zexport.resharding.plan import ReshardProvenance

@@ -29,7 +29,7 @@ from zexport.checkpoint.state import (
     source_of,
 )
 from zexport.errors import CheckpointError, DamagedCheckpointError, FrozenLeftOutError, ZexportError
-from zexport.export.proof import ProvenWeights, WeightReader
+from zexport.export.checked_reader import ProvenWeights, WeightReader
 from zexport.filenames import WEIGHTS_IN_ORDER
 from zexport.optional_deps import to_install
 from zexport.ranges.dtypes import DType
@@ -75,7 +75,7 @@ class LazyTensor:
             ValueError: replicas or a CRC-32 differ, or a file has changed.
             OSError: a file cannot be read.
         """
-        with _as_builtin(OSError), self._weights.reading(self._stored) as reader:
+        with _as_builtin(OSError), self._weights.reading(is_whole=False) as reader:
             return self.read(reader)
 
     def read(self, reader: WeightReader) -> torch.Tensor:
@@ -244,7 +244,7 @@ def _open(
     kinds = {file.kind is FileKind.OPTIMIZER for file in checkpoint.files}
     with _as_builtin(ValueError if len(kinds) > 1 else FileNotFoundError):
         findings = raise_problems(checkpoint)
-    found = (f"{one.kind.value}: {one.detail or one.tensor}" for one in findings)
+    found = (f"{one.kind}: {one.detail or one.tensor}" for one in findings)
     for text in (*checkpoint.newer, *checkpoint.warnings, *found):
         warnings.warn(text, stacklevel=3)
     if may_lack_frozen or not (checkpoint.left_out or checkpoint.frozen_left_out):
@@ -278,7 +278,6 @@ def _state(
 
 
 def _widened(stored: StoredTensor) -> DType:
-    """Return float32 for floating dtypes with fewer bits."""
     is_narrow = stored.dtype.is_floating and stored.dtype.itemsize < DType.F32.itemsize
     return DType.F32 if is_narrow else stored.dtype
 

@@ -55,7 +55,7 @@ class ZexportError(Exception):
         self.expected = None if expected is None else shown(expected)
         self.finding = finding
         if finding is not None:
-            accept = f"accept it with --allow {finding.value}"
+            accept = f"accept it with --allow {finding}"
             hint = f"{hint}, or {accept}" if hint else accept.capitalize()
         self.hint = shown(hint)
         super().__init__(self.sentence())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import TypeAlias
 
 from msgspec import Struct
 
@@ -66,3 +67,6 @@ class Finding(Struct, frozen=True):
     count: int
     detail: str = ""
     accepted: bool = False
+
+
+Findings: TypeAlias = tuple[Finding, ...]

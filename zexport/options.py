@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
-from enum import Enum
+from enum import StrEnum
 from functools import wraps
 from itertools import accumulate
 from pathlib import Path
@@ -35,7 +35,7 @@ def dtype_name(text: str) -> str:
     return _DTYPE_NAMES.get(name, name)
 
 
-class ExportDType(Enum):
+class ExportDType(StrEnum):
     """Dtype of the exported floating-point tensors."""
 
     FP32 = "fp32"
@@ -48,10 +48,10 @@ class ExportDType(Enum):
     def _missing_(cls, value: object) -> ExportDType | None:
         """Accept torch's names and any case."""
         name = dtype_name(value) if isinstance(value, str) else value
-        return next((member for member in cls if member.value == name), None)
+        return next((member for member in cls if member == name), None)
 
 
-class NameLayout(Enum):
+class NameLayout(StrEnum):
     """Names of the exported tensors."""
 
     HUB = "hub"
@@ -60,7 +60,7 @@ class NameLayout(Enum):
     """In-memory names, as in the checkpoint's ``param_shapes``."""
 
 
-class AdapterMode(Enum):
+class AdapterMode(StrEnum):
     """Whether a PEFT adapter is kept or merged."""
 
     AUTO = "auto"
@@ -71,14 +71,14 @@ class AdapterMode(Enum):
     """A whole model: the base model with the adapter merged."""
 
 
-class Engine(Enum):
+class Engine(StrEnum):
     """Program that reassembles the weights."""
 
     NATIVE = "native"
     DEEPSPEED = "deepspeed"
 
 
-class CheckMode(Enum):
+class CheckMode(StrEnum):
     """How many elements of master weights are compared with module weights."""
 
     SAMPLED = "sampled"
@@ -87,7 +87,7 @@ class CheckMode(Enum):
     """Every element."""
 
 
-class ResumeFormat(Enum):
+class ResumeFormat(StrEnum):
     """Format of a resharded checkpoint."""
 
     NATIVE = "native"

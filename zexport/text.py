@@ -17,7 +17,7 @@ kept too, because a sentence has the cause there."""
 _PLACE = r"(?i)(?<![\w.~/])(?:[a-z][a-z0-9+.-]+:/|~/|\.{1,2}/|/)[^\s'\",;()]*"
 """A path from a root or a working directory, or an address."""
 
-_EMPTY: tuple[object, ...] = ((), {}, frozenset())
+_EMPTY: tuple[object, ...] = (None, (), {}, frozenset())
 _ITEMS_SHOWN = 3
 _ITEM_LENGTH_MAX = 150
 
@@ -82,8 +82,8 @@ def shell_word(word: str | Path) -> str:
 def brief(value: Any) -> str:
     """Return the ``repr`` of a record without empty fields, and with the length of long ones."""
     items = ((name, getattr(value, name)) for name in type(value).__match_args__)
-    known = (one for one in items if one[1] is not None and one[1] not in _EMPTY)
-    return f"{type(value).__name__}({', '.join(f'{name}={_brief(item)}' for name, item in known)})"
+    known = (f"{name}={_brief(item)}" for name, item in items if item not in _EMPTY)
+    return f"{type(value).__name__}({', '.join(known)})"
 
 
 def _brief(item: object) -> str:

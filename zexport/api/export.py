@@ -13,13 +13,18 @@ from zexport.checkpoint.open import Checkpoint, open_checkpoint
 from zexport.checkpoint.resolve import NEWEST, locate
 from zexport.checkpoint.state import TrainingState
 from zexport.errors import UsageError
-from zexport.export.decide import decide
 from zexport.export.gather import gather
-from zexport.export.job import Job, OnProgress, load
+from zexport.export.job import Job, load
 from zexport.export.overwrite import with_warnings
 from zexport.export.plan import ExportPlan, SideFile, share_memory
 from zexport.export.plan_file import Request, seal, unseal
-from zexport.export.report import ExportReport, PartReport, VerifyMode
+from zexport.export.planner import decide
+from zexport.export.report import (
+    ExportReport,
+    OnProgress,
+    PartReport,
+    VerifyMode,
+)
 from zexport.export.run import export_part, run_export
 from zexport.model.hub_cache import model_folder
 from zexport.options import (
@@ -91,7 +96,6 @@ def plan_reshard(
 def plan_folder(
     checkpoint: TrainingState, out_dir: Path | str, options: ExportOptions | ReshardOptions
 ) -> ExportPlan:
-    """Return the plan of an export or a resharding."""
     if isinstance(options, ReshardOptions):
         return plan_reshard(checkpoint, out_dir, options)
     return plan_export(checkpoint, out_dir, options)

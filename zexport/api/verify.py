@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
-from msgspec import structs
 
 from zexport.api.export import plan_anywhere
 from zexport.checkpoint.open import Checkpoint, open_checkpoint
-from zexport.checkpoint.resolve import Location, list_run_checkpoints
+from zexport.checkpoint.resolve import Location
 from zexport.checkpoint.state import TrainingState
 from zexport.errors import (
     FrozenLeftOutError,
@@ -20,9 +20,9 @@ from zexport.errors import (
     VerificationError,
 )
 from zexport.export import verify
-from zexport.export.job import OnProgress
 from zexport.export.manifest import Manifest, read_manifest
 from zexport.export.plan import ExportPlan
+from zexport.export.report import OnProgress
 from zexport.export.verify import VerifyReport
 from zexport.filenames import ADAPTER_CONFIG, CONFIG, MANIFEST_NAME
 from zexport.findings import FindingKind
@@ -34,7 +34,6 @@ from zexport.storage.location import place
 from zexport.storage.locks import check_finished
 from zexport.storage.os_errors import reading
 from zexport.storage.symlink_policy import Boundary
-from zexport.text import shell_word
 
 _HINT_BASE = "Pass the base model of the export, as in --base MODEL"
 
@@ -73,23 +72,19 @@ def verify_export(
     out_dir, base = place(out_dir), None if base is None else place(base)
     _check_folder(out_dir, follow_symlinks=follow_symlinks)
     if against is None:
-        found = verify.verify_export(out_dir, progress=progress)
-        is_full = check is CheckMode.FULL
-        named = {"--base": base, "--adapter-config": adapter_config, "--check": is_full}
-        vain = (f"{name} changes nothing without --against" for name in named if named[name])
-        return structs.replace(found, notes=(*found.notes, *vain))
+        return verify.verify_export(out_dir, progress=progress)
     manifest = read_manifest(out_dir)
     checkpoint = _open_source(against, manifest, follow_symlinks=follow_symlinks)
     recorded = None if base else _recorded_base(manifest, checkpoint.location, out_dir)
-    given = ExportOptions(
-        base=base or recorded,
-        adapter_config=None if adapter_config is None else place(adapter_config),
-        check=check,
-    )
+    given = {
+        "base": base or recorded,
+        "adapter_config": None if adapter_config is None else place(adapter_config),
+        "check": check,
+    }
     plan = _plan_again(checkpoint, out_dir, manifest, given)
     planned = {tensor.name for shard in plan.shards for tensor in shard.tensors}
     had_config = CONFIG in manifest.files and plan.form.weights_only
-    if given.base is None and had_config and planned != manifest.tensors.keys():
+    if given["base"] is None and had_config and planned != manifest.tensors.keys():
         raise UsageError(
             "the export has the base model's names, and cannot be compared without it",
             path=out_dir,
@@ -111,13 +106,6 @@ def _check_folder(out_dir: Path, *, follow_symlinks: bool) -> None:
             )
         if exists(out_dir / MANIFEST_NAME):
             Boundary.of(out_dir, follow=follow_symlinks).check_tree(out_dir)
-        elif is_file(out_dir / "latest") or list_run_checkpoints(out_dir):
-            raise VerificationError(
-                "is a checkpoint, not an export",
-                path=out_dir,
-                hint="Name the export first, as in: zexport verify model --against "
-                f"{shell_word(out_dir)}",
-            )
 
 
 def _open_source(
@@ -159,7 +147,7 @@ def _recorded_base(manifest: Manifest, location: Location, out_dir: Path) -> Pat
 
 
 def _plan_again(
-    checkpoint: TrainingState, out_dir: Path, manifest: Manifest, given: ExportOptions
+    checkpoint: TrainingState, out_dir: Path, manifest: Manifest, given: dict[str, Any]
 ) -> ExportPlan:
     """Return the plan of the export for the checkpoint's present content.
 
@@ -170,13 +158,8 @@ def _plan_again(
     try:
         if "settings" in manifest.provenance:
             settings = recorded_settings(manifest.provenance)
-            return plan_again(checkpoint, out_dir, manifest, settings, given.check)
-        options = replace(
-            ExportOptions.from_recorded(manifest.provenance.get("options")),
-            base=given.base,
-            adapter_config=given.adapter_config,
-            check=given.check,
-        )
+            return plan_again(checkpoint, out_dir, manifest, settings, given["check"])
+        options = replace(ExportOptions.from_recorded(manifest.provenance.get("options")), **given)
         return plan_anywhere(checkpoint, out_dir, options)
     except msgspec.ValidationError as cause:
         raise VerificationError(

@@ -27,6 +27,7 @@ from zexport.export.peft import (
 )
 from zexport.export.weights import PEFT_PREFIX, Weights
 from zexport.filenames import ADAPTER_CONFIG
+from zexport.model.hub_names import Shapes
 from zexport.options import AdapterMode, ExportOptions, NameLayout
 from zexport.ranges.dtypes import Shape
 from zexport.storage.files import is_file, matching
@@ -243,7 +244,7 @@ def _unnamed_copies(config: AdapterConfig, parts: Mapping[str, PeftName]) -> Ite
 
 
 def _lora_mismatches(
-    config: AdapterConfig, parts: Mapping[str, PeftName], shapes: Mapping[str, Shape]
+    config: AdapterConfig, parts: Mapping[str, PeftName], shapes: Shapes
 ) -> Iterator[str]:
     """Yield updates of other modules, another rank or kind, and other trained tokens."""
     modules: dict[str, dict[str, Shape]] = {}

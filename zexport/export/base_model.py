@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,22 +17,25 @@ from zexport.errors import (
     UnsafeError,
     UnsupportedError,
     UsageError,
+    VerificationError,
     ZexportError,
 )
+from zexport.export.manifest import read_manifest
 from zexport.export.plan import INDEX_FILE, SINGLE_FILE
+from zexport.export.weights import Tensors
 from zexport.filenames import ADAPTER_CONFIG, CONFIG, MANIFEST_NAME
-from zexport.findings import Finding, FindingKind
+from zexport.findings import Finding, FindingKind, Findings
 from zexport.formats.safetensors import SafetensorsHeader, read_header, read_index
 from zexport.model.config import QUANTIZATION_KEYS, ConfigFile, differences
 from zexport.model.hf_files import affects_model
 from zexport.model.hub_cache import cached_snapshot, hub_id_of, is_hub_id, plain_name
-from zexport.model.hub_names import ModelNames, NamesUnknown
+from zexport.model.hub_names import Names, NamesUnknown
 from zexport.options import ExportOptions
 from zexport.ranges.compare import CastReplica, compare_casts, cosines
 from zexport.ranges.dtypes import DType, Shape
-from zexport.ranges.reader import ReadableFile, SourceReader
-from zexport.storage.files import is_file, is_folder, matching, real
-from zexport.storage.json import Json, as_table, read_json_object
+from zexport.ranges.reader import SourceReader
+from zexport.storage.files import is_file, is_folder, real
+from zexport.storage.json import as_table, read_json_object
 from zexport.storage.os_errors import reading
 from zexport.storage.symlink_policy import Boundary
 from zexport.text import some
@@ -65,7 +68,7 @@ class Base(Struct, frozen=True):
     """The weights of ``--base``; ``instead``: what the folder has if it has no plain weights."""
 
     path: Path | None = None
-    tensors: Mapping[str, StoredTensor] = {}
+    tensors: Tensors = {}
     instead: str = ""
     is_quantized: bool = False
 
@@ -121,7 +124,7 @@ def weights_file(folder: Path) -> Path | None:
 def base_of(path: Path | None, headers: Iterable[SafetensorsHeader]) -> Base:
     if path is None:
         return Base()
-    tensors, config = _weights_in(headers), path / CONFIG
+    tensors, config = weights_in(*headers), path / CONFIG
     content = read_json_object(config) if is_file(config) else {}
     is_quantized = any(content.get(key) for key in QUANTIZATION_KEYS)
     is_quantized = is_quantized or any(re.search(_SCALES, one) for one in tensors)
@@ -129,27 +132,23 @@ def base_of(path: Path | None, headers: Iterable[SafetensorsHeader]) -> Base:
     return Base(path, tensors, instead, is_quantized)
 
 
-def _weights_in(headers: Iterable[SafetensorsHeader]) -> dict[str, StoredTensor]:
-    return {name: frozen_in(header, name) for header in headers for name in header.tensors}
-
-
-def frozen_in(header: SafetensorsHeader, name: str) -> StoredTensor:
-    tensor = header.tensors[name]
-    return StoredTensor(name, tensor.shape, tensor.dtype, Role.FROZEN, header.source(name))
+def weights_in(*headers: SafetensorsHeader) -> Tensors:
+    return {
+        name: StoredTensor(name, one.shape, one.dtype, Role.FROZEN, header.source(name))
+        for header in headers
+        for name, one in header.tensors.items()
+    }
 
 
 def _instead(folder: Path) -> str:
-    """Return what a folder contains instead of safetensors weights of a model."""
     adapter = folder / ADAPTER_CONFIG
     if is_file(adapter):
         name = read_json_object(adapter).get("base_model_name_or_path")
         return f"an adapter, not its base model ({name or 'which it does not name'})"
-    if any(matching(folder, "*-of-*.safetensors")):
-        return f"shards without {INDEX_FILE}"
-    return "no safetensors files"
+    return f"neither {SINGLE_FILE} nor {INDEX_FILE}"
 
 
-def under_names_of(names: ModelNames | NamesUnknown, base: Base) -> Base:
+def under_names_of(names: Names, base: Base) -> Base:
     """Return the base with its weights under the in-memory names of the model.
 
     The base's files may be those of the class inside the model, without its prefix (GPT-2 and
@@ -220,20 +219,18 @@ class BaseCheck(Struct, frozen=True):
         unusable: why only its files may be used: no weights could be compared and it has another
             name on the Hub, or it contains this checkpoint's adapter.
         warnings: why it may be another one.
-        nbytes_read: bytes of tensors read.
     """
 
-    strange: tuple[str, ...] = ()
-    unusable: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-    nbytes_read: int = 0
+    strange: Sequence[str] = ()
+    unusable: Sequence[str] = ()
+    warnings: Sequence[str] = ()
 
 
 def check_base(
-    stored: Mapping[str, StoredTensor],
+    stored: Tensors,
     base: Base,
     configs: tuple[ConfigFile | None, ConfigFile | None],
-    files: Sequence[ReadableFile],
+    reader: SourceReader,
     *,
     location: Location,
     named: BaseName | None,
@@ -251,7 +248,7 @@ def check_base(
     """
     strange = _config_differences(*configs, CONFIG)
     if base.path is None or not base.tensors:
-        return BaseCheck(tuple(strange))
+        return BaseCheck(strange)
     folder = None if named is None else _on_this_machine(named)
     is_it = folder is not None and real(folder) == real(base.path)
     original: tuple[SafetensorsHeader, ...] = ()
@@ -262,15 +259,14 @@ def check_base(
         with suppress(ZexportError), reading(folder):
             original = read_base(folder, follow_symlinks=location.boundary.follow)
     frozen = {name: one for name, one in stored.items() if one.role is Role.FROZEN}
-    same = _pairs(base, frozen)
-    with SourceReader([*files, *original]) as reader:
-        strange += _differing(same, reader, "the checkpoint's frozen weights")
-        if not same:
-            strange += _unlike(base, stored, reader)
-        named_pairs = _pairs(base, _weights_in(original))
-        strange += _differing(named_pairs, reader, by)
-        nbytes_read = reader.nbytes_read
-    unusable, warnings = list[str](), tuple[str, ...]()
+    same = replicas_of(base.tensors, frozen, base.path)
+    reader.add(*original)
+    strange += _differing(same, reader, "the checkpoint's frozen weights")
+    if not same:
+        strange += _unlike(base, stored, reader)
+    named_pairs = replicas_of(base.tensors, weights_in(*original), base.path)
+    strange += _differing(named_pairs, reader, by)
+    unusable, warnings = list[str](), list[str]()
     if named is not None and not (strange or same or named_pairs or is_it):
         hub_id = hub_id_of(base.path)
         one, other = plain_name(named.name), plain_name(hub_id or base.path.name)
@@ -278,20 +274,17 @@ def check_base(
         if is_hub_id(named.name) and hub_id is not None and one != other:
             unusable.append(names)
         elif one.rpartition("/")[2] != other.rpartition("/")[2]:
-            warnings = (f"--base may be another model: {names}, and no weights could be compared",)
+            warnings.append(
+                f"--base may be another model: {names}, and no weights could be compared"
+            )
     if named is not None and _contains_adapter(base.path, location):
         unusable.append(f"{MANIFEST_NAME}: this adapter is already merged into it")
-    return BaseCheck(tuple(strange), tuple(unusable), warnings, nbytes_read)
+    return BaseCheck(strange, unusable, warnings)
 
 
 def judge_base(
-    check: BaseCheck,
-    base: Base,
-    options: ExportOptions,
-    *,
-    uses_weights: bool,
-    files: Sequence[str] = (),
-) -> tuple[Finding, ...]:
+    check: BaseCheck, options: ExportOptions, *, uses_weights: bool, files: Sequence[str] = ()
+) -> Findings:
     """Return accepted findings about the base.
 
     A base that gives no weight may have another name; if it gives no file of the model either
@@ -302,13 +295,13 @@ def judge_base(
             ``--allow base-mismatch`` was not given.
     """
     problem, kind = "not the base model of this run", FindingKind.BASE_MISMATCH
-    found = check.strange if uses_weights or any(map(affects_model, files)) else ()
+    found = [*check.strange] if uses_weights or any(map(affects_model, files)) else []
     if uses_weights:
         found += check.unusable
     if found and kind not in options.allow:
         raise UsageError(
             problem,
-            path=base.path,
+            path=options.base,
             found="; ".join(found),
             expected="the same model",
             hint=HINT_BASE,
@@ -317,27 +310,22 @@ def judge_base(
     return tuple(Finding(kind, "", 0, f"{problem}: {one}", accepted=True) for one in found)
 
 
-def _pairs(base: Base, others: Mapping[str, StoredTensor]) -> list[CastReplica]:
-    """Return floating-point weights that the base and ``others`` have with the same shape."""
-    found = [
-        replica_of(name, base.path or Path(), given, tensor)
-        for name, tensor in others.items()
-        if (given := base.tensors.get(name)) is not None
-        and given.dtype.is_floating
-        and tensor.dtype.is_floating
-    ]
-    return [one for one in found if one is not None]
+def replicas_of(kept: Tensors, others: Tensors, path: Path | None) -> list[CastReplica]:
+    """Return those of ``others`` that ``kept`` has too, with the same shape, in floating point.
 
-
-def replica_of(
-    name: str, path: Path, kept: StoredTensor, other: StoredTensor
-) -> CastReplica | None:
-    """Return ``other`` as a replica of ``kept``; ``None`` if their shapes rule that out."""
-    if kept.source is None or other.source is None or kept.shape != other.shape:
-        return None
-    return CastReplica(
-        name, path, kept.source, kept.dtype, other.source, other.dtype, is_matched_by_value=False
-    )
+    ``path`` is the file or folder of either.
+    """
+    replicas = []
+    for name, other in others.items():
+        one = kept.get(name)
+        if one is None or one.source is None or other.source is None or one.shape != other.shape:
+            continue
+        if one.dtype.is_floating and other.dtype.is_floating:
+            copies = (one.source, one.dtype, other.source, other.dtype)
+            replicas.append(
+                CastReplica(one.name, path or Path(), *copies, is_matched_by_value=False)
+            )
+    return replicas
 
 
 def _differing(pairs: Sequence[CastReplica], reader: SourceReader, by: str) -> list[str]:
@@ -355,14 +343,16 @@ def _differing(pairs: Sequence[CastReplica], reader: SourceReader, by: str) -> l
     return [f"{counts} weights differ from {by}: {some(differing, 3)}"] if differing else []
 
 
-def _unlike(base: Base, stored: Mapping[str, StoredTensor], reader: SourceReader) -> list[str]:
+def _unlike(base: Base, stored: Tensors, reader: SourceReader) -> list[str]:
     """Compare trained matrices by cosine: training changes weights a little, never wholly."""
     matrices = {
         name: one
         for name, one in stored.items()
         if one.role is Role.TRAINABLE and len(one.shape) > 1
     }
-    found = cosines(_pairs(base, matrices), reader.read_into, expect=reader.expect)
+    found = cosines(
+        replicas_of(base.tensors, matrices, base.path), reader.read_into, expect=reader.expect
+    )
     mean = sum(found) / max(len(found), 1)
     if len(found) < _PAIRS_MIN or mean > _COSINE_MIN:
         return []
@@ -379,11 +369,11 @@ def _config_differences(own: ConfigFile | None, base: ConfigFile | None, by: str
 
 def _contains_adapter(base: Path, location: Location) -> bool:
     """Whether the base's manifest records a merge of the adapter in this checkpoint."""
-    content: Mapping[str, Json] = {}
-    with suppress(ZexportError):
-        path = base / MANIFEST_NAME
-        content = read_json_object(path) if is_file(path) else {}
-    of, options = as_table(content.get("checkpoint")), as_table(content.get("options"))
+    try:
+        recorded = read_manifest(base).provenance
+    except VerificationError:
+        return False
+    of, options = as_table(recorded.get("checkpoint")), as_table(recorded.get("options"))
     is_same = (of.get("folder"), of.get("tag")) == (location.name, location.tag)
     return is_same and options.get("adapter") == "merge"
 

@@ -8,23 +8,23 @@ checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from zexport.checkpoint.resolve import list_tags
 from zexport.checkpoint.state import Role, StoredTensor, TrainingState
 from zexport.checkpoint.zero.records import ZERO3
 from zexport.errors import FrozenLeftOutError, ZexportError
 from zexport.export.adapters import Adapter
-from zexport.export.base_model import frozen_in, read_base, replica_of
+from zexport.export.base_model import read_base, replicas_of, weights_in
 from zexport.export.peft import PeftName, names_of_adapter, parse_name
-from zexport.export.weights import PEFT_PREFIX, Weights
+from zexport.export.weights import PEFT_PREFIX, Tensors, Weights
 from zexport.filenames import ADAPTER_FILE
 from zexport.formats.safetensors import SafetensorsHeader, read_header
-from zexport.options import CheckMode
+from zexport.model.hub_names import Shapes
 from zexport.ranges.compare import CastReplica, compare_casts
-from zexport.ranges.dtypes import Shape
 from zexport.ranges.reader import SourceReader
 from zexport.storage.files import is_file, is_link
 from zexport.storage.symlink_policy import Boundary
@@ -55,25 +55,15 @@ def gathered_copies(checkpoint: TrainingState) -> tuple[tuple[SafetensorsHeader,
     if any(is_link(header.path) for header in headers):
         return (), ()
     known = Weights.of(checkpoint).every_tensor
+    trained = {name: one for name, one in known.items() if one.role is Role.TRAINABLE}
     replicas: dict[str, CastReplica] = {}
     for header in headers:
-        for name, copy in header.tensors.items():
-            tensor = known.get(name)
-            if tensor is None or tensor.shape != copy.shape:
-                return headers, ()
-            replica = _replica(tensor, header, name)
-            if tensor.role is Role.TRAINABLE and replica is not None:
-                replicas[tensor.name] = replica
-    trained = {t.name for t in checkpoint.tensors if t.role is Role.TRAINABLE and t.numel}
-    return headers, tuple(replicas.values()) if trained <= replicas.keys() else ()
-
-
-def _replica(tensor: StoredTensor, header: SafetensorsHeader, name: str) -> CastReplica | None:
-    """Return a file's tensor as a replica; ``None`` if its shape or dtype rules that out."""
-    copy = frozen_in(header, name)
-    is_narrower = copy.dtype.is_floating and copy.dtype.itemsize < tensor.dtype.itemsize
-    is_cast = copy.dtype is tensor.dtype or is_narrower
-    return replica_of(tensor.name, header.path, tensor, copy) if is_cast else None
+        copies = weights_in(header)
+        if any(name not in known or known[name].shape != t.shape for name, t in copies.items()):
+            return headers, ()
+        replicas |= {one.name: one for one in replicas_of(trained, copies, header.path)}
+    is_whole = {one.name for one in trained.values() if one.numel} <= replicas.keys()
+    return headers, tuple(replicas.values()) if is_whole else ()
 
 
 class AdapterFile(Struct, frozen=True):
@@ -84,18 +74,16 @@ class AdapterFile(Struct, frozen=True):
         held: base weights that the checkpoint has too, by their names in the file.
         lacking: base weights that the checkpoint lacks, by their names in the file.
         is_of_step: whether the checkpoint has equal values of all other tensors of the file.
-        nbytes_read: bytes read to compare them.
     """
 
     header: SafetensorsHeader
     replicas: Copies
-    held: Mapping[str, StoredTensor]
-    lacking: Mapping[str, StoredTensor]
+    held: Tensors
+    lacking: Tensors
     is_of_step: bool
-    nbytes_read: int
 
     @property
-    def of_base(self) -> dict[str, StoredTensor]:
+    def of_base(self) -> Tensors:
         """What the checkpoint lacks, by its names in the base model."""
         return {parse_name(name).of_base: tensor for name, tensor in self.lacking.items()}
 
@@ -112,12 +100,17 @@ class AdapterFile(Struct, frozen=True):
 
 
 def adapter_files(
-    checkpoint: TrainingState, stored: Weights, adapters: Iterable[Adapter], check: CheckMode
+    checkpoint: TrainingState,
+    stored: Weights,
+    adapters: Iterable[Adapter],
+    reader: SourceReader,
+    *,
+    is_full: bool,
 ) -> dict[str, AdapterFile]:
     """Return peft's files next to the checkpoint, by adapter name.
 
-    A file supplies weights only if whatever the checkpoint has too is equal: all elements, or
-    samples.
+    A file supplies weights only if whatever the checkpoint has too is equal: all elements
+    (``is_full``), or samples.
     """
     every = stored.every_tensor
     parts = {name: parse_name(name) for name in every}
@@ -140,32 +133,28 @@ def adapter_files(
             for name, one in own.items()
             if stored.tensors[name].role is not Role.BUFFER
         }
-        saved = {n: parse_name(n) for n in header.tensors if n.startswith(PEFT_PREFIX)}
-        of_base = {
-            name: one.of_base
-            for name, one in saved.items()
-            if _is_of_base(one) and one.rest in ("weight", "bias") and one.of_base not in copied
-        }
-        held = {name: base[inner] for name, inner in of_base.items() if inner in base}
-        lacking = {name: frozen_in(header, name) for name in of_base if name not in held}
-        compared = _replicas(header, {**trained, **held}) if of_base else None
-        is_of_step, nbytes = False, 0
-        if compared is not None:
-            with SourceReader([*checkpoint.torch_files, header]) as reader:
-                is_of_step = not compare_casts(
-                    compared,
-                    reader.read_into,
-                    full=check is CheckMode.FULL,
-                    expect=reader.expect,
-                )
-                nbytes = reader.nbytes_read
+        held, lacking = dict[str, StoredTensor](), dict[str, StoredTensor]()
+        for name, tensor in weights_in(header).items():
+            one = parse_name(name)
+            is_weight = name.startswith(PEFT_PREFIX) and one.rest in ("weight", "bias")
+            if not is_weight or not _is_of_base(one) or one.of_base in copied:
+                continue
+            if one.of_base in base:
+                held[name] = base[one.of_base]
+            else:
+                lacking[name] = tensor
+        reader.add(header)
+        compared = _replicas(header, {**trained, **held}) if held or lacking else None
+        is_of_step = compared is not None and not compare_casts(
+            compared, reader.read_into, full=is_full, expect=reader.expect
+        )
         replicas = _replicas(header, trained) or ()
-        found[adapter.name] = AdapterFile(header, replicas, held, lacking, is_of_step, nbytes)
+        found[adapter.name] = AdapterFile(header, replicas, held, lacking, is_of_step)
     return found
 
 
 def with_saved(
-    stored: Weights, saved: AdapterFile | None, given: Mapping[str, Shape], *, needed: bool
+    stored: Weights, saved: AdapterFile | None, given: Shapes, *, needed: bool
 ) -> Weights:
     """Return the weights with those of peft's file that the checkpoint lacks.
 
@@ -174,7 +163,7 @@ def with_saved(
     if saved is None or not saved.lacking:
         return stored
     if saved.is_of_step:
-        return Weights({**stored.tensors, **saved.lacking}, stored.aliases, stored.left_out)
+        return replace(stored, tensors={**stored.tensors, **saved.lacking})
     resized = [n for n, t in saved.of_base.items() if given.get(n, t.shape) != t.shape]
     if resized and needed:
         raise FrozenLeftOutError(
@@ -187,11 +176,10 @@ def with_saved(
     return stored
 
 
-def _replicas(header: SafetensorsHeader, own: Mapping[str, StoredTensor]) -> Copies | None:
+def _replicas(header: SafetensorsHeader, own: Tensors) -> Copies | None:
     """Return a file's replicas of these tensors; ``None`` unless it has all, none of them empty."""
-    found = [_replica(t, header, name) for name, t in own.items() if name in header.tensors]
-    whole = tuple(one for one in found if one is not None)
-    return whole if len(whole) == len(own) else None
+    found = tuple(replicas_of(own, weights_in(header), header.path))
+    return found if len(found) == len(own) else None
 
 
 def _is_of_base(parts: PeftName) -> bool:

@@ -22,8 +22,8 @@ from msgspec import structs
 
 from zexport.checkpoint.state import Role, StoredTensor
 from zexport.errors import MissingExtraError, UnsafeError, UnsupportedError
-from zexport.export.plan import ExportPlan, Reference, TensorPlan
-from zexport.export.proof import WeightReader
+from zexport.export.checked_reader import WeightReader
+from zexport.export.plan import ExportPlan, TensorPlan
 from zexport.formats.pickle_reader import load
 from zexport.formats.torch_file import read_torch_file
 from zexport.optional_deps import to_install
@@ -68,13 +68,14 @@ def _failures(path: Path) -> Iterator[None]:
 class DeepSpeedReader(WeightReader):
     """Reads tensors as ``zero_to_fp32`` rebuilds them, one in memory at a time."""
 
-    _reference: Reference
+    _tag_dir: Path
+    _known: dict[ByteSource | None, StoredTensor]
 
     @classmethod
     def of_plan(cls, plan: ExportPlan) -> Self:
         reader = super().of_plan(plan)
-        assert plan.reference is not None  # noqa: S101 - only called for such plans
-        reader._reference = plan.reference
+        reader._tag_dir = Path(plan.origin.folder)
+        reader._known = {tensor.source: tensor for tensor in plan.reference or ()}
         return reader
 
     def prepare(self) -> None:
@@ -85,14 +86,11 @@ class DeepSpeedReader(WeightReader):
             UnsafeError: the converter would run unknown code.
             UnsupportedError: it cannot rebuild this checkpoint.
         """
-        root, tag = self._reference.root, self._reference.tag
         if find_spec("torch") is None or find_spec("deepspeed") is None:
             hint = f"{to_install('deepspeed')}, or use --engine native"
             raise MissingExtraError("the engine `deepspeed` needs the package deepspeed", hint=hint)
-        self._tag_dir = root / tag
         _check_harmless(self._tag_dir)
-        self._state = _run_converter(root, tag)
-        self._known = {tensor.source: tensor for tensor in self._reference.tensors}
+        self._state = _run_converter(self._tag_dir)
         self._held: dict[str, memoryview] = {}
         self._turn_to_rebuild = Lock()
 
@@ -214,8 +212,7 @@ def _check_harmless(tag_dir: Path) -> None:
             )
 
 
-def _run_converter(root: Path, tag: str) -> dict[str, Any]:
-    """Return DeepSpeed's lazy state dict."""
+def _run_converter(tag_dir: Path) -> dict[str, Any]:
     import torch  # noqa: PLC0415 - takes seconds
 
     if not torch.cuda.is_available():
@@ -225,6 +222,6 @@ def _run_converter(root: Path, tag: str) -> dict[str, Any]:
 
     convert = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint
     printed = io.StringIO()
-    with _failures(root / tag), redirect_stdout(printed), redirect_stderr(printed):
-        found: dict[str, Any] = convert(str(root), tag=tag, lazy_mode=True)
+    with _failures(tag_dir), redirect_stdout(printed), redirect_stderr(printed):
+        found: dict[str, Any] = convert(str(tag_dir.parent), tag=tag_dir.name, lazy_mode=True)
         return found

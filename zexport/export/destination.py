@@ -86,11 +86,6 @@ class Destination(ABC):
         ``own`` are the names of the job's files.
         """
 
-    def write_manifest(self, content: bytes) -> None:
-        path = self.folder / MANIFEST_NAME
-        with writing(path):
-            write_durably(path, content, is_new=not self.is_renamed)
-
     @abstractmethod
     def publish(self, *, overwrite: bool, warn: Callable[[str], None]) -> None:
         """Make the output appear, after its manifest."""
@@ -150,8 +145,7 @@ class LocalFolder(Destination):
         """
         with parents(self.target.parent), locked(self.target, seconds=seconds):
             with writing(self.target):
-                if exists(self._replaced) and not exists(self.target):
-                    rename(self._replaced, self.target)
+                self._restore()
                 if exists(self._aside) and exists(self.folder):
                     rename(self._aside, self.journal)
                 elif exists(self._aside):
@@ -211,16 +205,18 @@ class LocalFolder(Destination):
                     rename(self.target, self._replaced)
                 rename_durably(self.folder, self.target)
             except BaseException:  # Ctrl-C too
-                if exists(self._replaced) and not exists(self.target):
-                    rename(self._replaced, self.target)
+                self._restore()
                 rename(self._aside, self.journal)
                 raise
             with suppress(OSError):
                 remove(self._aside)
             self._discard(warn)
 
+    def _restore(self) -> None:
+        if exists(self._replaced) and not exists(self.target):
+            rename(self._replaced, self.target)
+
     def _discard(self, warn: Callable[[str], None]) -> None:
-        """Remove the replaced folder, or warn."""
         try:
             if exists(self._replaced):
                 remove(self._replaced)

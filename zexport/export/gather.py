@@ -6,9 +6,9 @@ comparisons of values that decisions depend on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from msgspec import Struct, structs
 
@@ -16,6 +16,7 @@ from zexport.checkpoint.state import TrainingState, raise_problems
 from zexport.export.adapters import (
     Adapter,
     check_adapter,
+    check_whole,
     choose_adapters,
     choose_mode,
 )
@@ -37,22 +38,20 @@ from zexport.export.plan import DTYPES, SourceFile, share_memory
 from zexport.export.select import in_form, is_adapted
 from zexport.export.weights import Weights
 from zexport.filenames import ADAPTER_CONFIG, CONFIG, GENERATION_CONFIG, README, TOKENIZER
-from zexport.findings import Finding
+from zexport.findings import Findings
 from zexport.model.card import is_unfilled
 from zexport.model.config import ConfigFile
 from zexport.model.hf_files import HfFiles, find_hf_files, notes_on, warnings_on
 from zexport.model.hub_cache import model_folder
 from zexport.model.hub_names import ModelNames, NamesUnknown
-from zexport.model.names_client import Learner, NamesClient
+from zexport.model.names_client import Learner
 from zexport.model.token_ids import TokenId, file_ids
-from zexport.options import AdapterMode, ExportOptions, NameLayout
+from zexport.options import AdapterMode, CheckMode, ExportOptions, NameLayout
 from zexport.ranges.compare import CastReplica
+from zexport.ranges.reader import ReadableFile, SourceReader
 from zexport.storage.files import is_file
 from zexport.storage.os_errors import reading
 from zexport.text import some
-
-if TYPE_CHECKING:
-    from zexport.ranges.reader import ReadableFile
 
 
 class Inputs(Struct):
@@ -62,12 +61,12 @@ class Inputs(Struct):
         model: the model and its weights after every rename, with an adapter merged if asked.
         base: the base's weights, by in-memory name.
         sources: the files that the plan may read.
+        reader: compares weights; it is closed once everything is gathered.
         mode: keep or merge adapters; ``None`` for a checkpoint without any.
         saved: PEFT's own files next to the checkpoint, by adapter.
         gathered: copies of fp32 master weights next to the checkpoint.
         tokens: the highest token ids in the model files; ``base_tokens`` in the base's tokenizer.
         is_card_unfilled: the model card is PEFT's template.
-        nbytes_compared: bytes of tensors read to compare.
     """
 
     checkpoint: TrainingState
@@ -75,8 +74,9 @@ class Inputs(Struct):
     files: HfFiles
     model: Model
     base: Base
-    sources: list[SourceFile]
-    findings: tuple[Finding, ...]
+    sources: dict[Path, SourceFile]
+    reader: SourceReader
+    findings: Findings
     base_check: BaseCheck = BaseCheck()
     mode: AdapterMode | None = None
     adapters: tuple[Adapter, ...] = ()
@@ -88,7 +88,6 @@ class Inputs(Struct):
     is_card_unfilled: bool = False
     warnings: list[str] = []
     notes: list[str] = []
-    nbytes_compared: int = 0
 
 
 def gather(checkpoint: TrainingState, options: ExportOptions | None = None) -> Inputs:
@@ -97,77 +96,80 @@ def gather(checkpoint: TrainingState, options: ExportOptions | None = None) -> I
     Raises:
         ZexportError: something that the output depends on is missing, damaged or contradictory.
     """
-    options = options or ExportOptions()
-    with reading(checkpoint.location.root, hint="Check its permissions"):
+    options, location = options or ExportOptions(), checkpoint.location
+    with reading(location.root, hint="Check its permissions"):
         if options.base is not None:
             options = replace(options, base=model_folder(options.base))
-        transformers = NamesClient(are_needed=options.layout is NameLayout.HUB)
-        inputs = _gather(checkpoint, options, transformers)
-        if transformers.lacked:
+        findings = raise_problems(checkpoint, options.allow)
+        share_memory(options)
+        parts = [(one.root, one.boundary) for one in checkpoint.parts]
+        files = find_hf_files(location.root, options.base, location.boundary, parts)
+        learner = Learner(files.source, are_needed=options.layout is NameLayout.HUB)
+        part = Weights.of(checkpoint).only(options.only)
+        stored = with_hub_experts(part, files.config, learner, options)
+        weights = stored.renamed(options.renames)
+        headers = read_base(options.base, follow_symlinks=location.boundary.follow)
+        gathered_headers, gathered = gathered_copies(checkpoint)
+        every: list[ReadableFile] = [*checkpoint.torch_files, *headers, *gathered_headers]
+        sources = {one.path: SourceFile.of(one) for one in every}
+        with SourceReader(sources.values()) as reader:
+            inputs = Inputs(
+                checkpoint,
+                options,
+                files,
+                Model(files.config, NamesUnknown("not asked"), weights),
+                base_of(options.base, headers),
+                sources,
+                reader,
+                findings,
+                gathered=gathered,
+                tokens=tuple(file_ids(files.copied)),
+                is_card_unfilled=README in files.copied and is_unfilled(files.copied[README]),
+            )
+            if options.renames and weights.names == stored.names:
+                inputs.warnings.append("--rename: no tensor name changed. Check the regex")
+            _gather(inputs, part, learner)
+        if learner.lacked:
             inputs.warnings.append(
-                f"config.json was not compared with the weights: {transformers.lacked}"
+                f"config.json was not compared with the weights: {learner.lacked}"
             )
         return inputs
 
 
-def _gather(checkpoint: TrainingState, options: ExportOptions, transformers: NamesClient) -> Inputs:
-    findings = raise_problems(checkpoint, options.allow)
-    share_memory(options)
-    location = checkpoint.location
-    parts = [(one.root, one.boundary) for one in checkpoint.parts]
-    files = find_hf_files(location.root, options.base, location.boundary, parts)
-    learner = Learner(files.source, transformers)
-    part = Weights.of(checkpoint).only(options.only)
-    stored = with_hub_experts(part, files.config, learner, options)
-    weights = stored.renamed(options.renames)
-    headers = read_base(options.base, follow_symlinks=location.boundary.follow)
-    gathered_headers, gathered = gathered_copies(checkpoint)
-    sources: list[ReadableFile] = [*checkpoint.torch_files, *headers, *gathered_headers]
-    inputs = Inputs(
-        checkpoint,
-        options,
-        files,
-        Model(files.config, NamesUnknown("not asked"), weights),
-        base_of(options.base, headers),
-        list({one.path: SourceFile.of(one) for one in sources}.values()),
-        findings,
-        gathered=gathered,
-        tokens=tuple(file_ids(files.copied)),
-        is_card_unfilled=README in files.copied and is_unfilled(files.copied[README]),
-        notes=[*_differing_buffers(checkpoint)],
-    )
-    if options.renames and weights.names == stored.names:
-        inputs.warnings.append("--rename: no tensor name changed. Check the regex")
-    if unknown := {str(one): None for file in checkpoint.files for one in file.unknown_globals}:
+def _gather(inputs: Inputs, part: Weights, learner: Learner) -> None:
+    """Add the adapters, files and model; ``part`` are the weights by their names in training."""
+    rank_files, config = inputs.checkpoint.files, inputs.files.config
+    if unknown := {str(one): None for file in rank_files for one in file.unknown_globals}:
         inputs.notes.append(f"rank files name unknown code, which was not run: {some([*unknown])}")
+    if differing := _differing_buffers(inputs.checkpoint):
+        inputs.notes.append(
+            f"buffers differ between ranks, the export has those of rank 0: {some(differing)}"
+        )
     _choose_adapters(inputs, part)
     _choose_files(inputs)
     if inputs.mode is AdapterMode.KEEP:
         own = weights_of_base(inputs.model.weights)
-        _compare_base(inputs, own, _base_name(inputs.adapters[0]), files.config)
-        return inputs
+        _compare_base(inputs, own, _base_name(inputs.adapters[0]), config)
+        return
     task = ""
     if inputs.mode is AdapterMode.MERGE:
-        adapter = adapter_to_merge(inputs.adapters, options)
+        adapter = adapter_to_merge(inputs.adapters, inputs.options)
         _merge(inputs, adapter, learner)
         task = adapter.config.task_type or ""
     _identify(inputs, learner, task)
-    return inputs
 
 
-def _differing_buffers(checkpoint: TrainingState) -> Iterator[str]:
-    differing: dict[str, None] = {}
-    for ranks in (one for one in checkpoint.zero.values() if one.is_zero3 and one.model):
-        for name in ranks.first.buffers:
-            saved = [(m.file, m.module[name]) for m in ranks.model.values() if name in m.module]
-            if len({(ref.shape, ref.dtype, f.checksum(ref.storage)) for f, ref in saved}) > 1:
-                differing[name] = None
-    if differing:
-        yield f"buffers differ between ranks, the export has those of rank 0: {some([*differing])}"
+def _differing_buffers(checkpoint: TrainingState) -> list[str]:
+    sums: dict[tuple[int, str], set[int | bytes]] = {}
+    for ranks in checkpoint.zero.values():
+        for one in ranks.model.values() if ranks.is_zero3 else ():
+            for name in one.module.keys() & {*one.buffers}:
+                found = sums.setdefault((ranks.index, name), set())
+                found.add(one.file.checksum(one.module[name].storage))
+    return sorted({name for (_, name), found in sums.items() if len(found) > 1})
 
 
 def _choose_adapters(inputs: Inputs, part: Weights) -> None:
-    """Choose what happens to adapters; ``part`` are the weights by their names in training."""
     checkpoint, options, weights = inputs.checkpoint, inputs.options, inputs.model.weights
     has_config = inputs.files.config is not None
     inputs.mode = choose_mode(checkpoint, weights, options, has_config=has_config)
@@ -180,14 +182,17 @@ def _choose_adapters(inputs: Inputs, part: Weights) -> None:
     trained = part.without_inner_wrappers() if inputs.mode is AdapterMode.MERGE else weights
     for adapter in inputs.adapters:
         check_adapter(adapter, trained)
+        check_whole(checkpoint, weights, adapter)
         used = adapter.config.path
         if used.parent != checkpoint.location.root / adapter.folder:
             inputs.notes.append(f"adapter {adapter.name!r}: using {used}. Check lora_alpha")
-    inputs.saved = adapter_files(checkpoint, weights, inputs.adapters, options.check)
+    is_full = options.check is CheckMode.FULL
+    inputs.saved = adapter_files(
+        checkpoint, weights, inputs.adapters, inputs.reader, is_full=is_full
+    )
     for saved in inputs.saved.values():
-        inputs.nbytes_compared += saved.nbytes_read
         if saved.replicas or saved.lacking:
-            inputs.sources.append(SourceFile.of(saved.header))
+            inputs.sources[saved.header.path] = SourceFile.of(saved.header)
             inputs.gathered += saved.replicas
         if saved.lacking:
             (inputs.notes if saved.is_of_step else inputs.warnings).append(saved.description)
@@ -210,16 +215,14 @@ def _choose_files(inputs: Inputs) -> None:
 def _compare_base(
     inputs: Inputs, stored: Weights, named: BaseName | None, config: ConfigFile | None
 ) -> None:
-    """Compare the base with the checkpoint's config and weights."""
     inputs.base_check = check_base(
         stored.tensors,
         inputs.base,
         (config, inputs.files.base_config),
-        inputs.sources,
+        inputs.reader,
         location=inputs.checkpoint.location,
         named=named,
     )
-    inputs.nbytes_compared += inputs.base_check.nbytes_read
 
 
 def _base_name(adapter: Adapter) -> BaseName:
@@ -235,16 +238,15 @@ def _merge(inputs: Inputs, adapter: Adapter, learner: Learner) -> None:
     names = learner.names(config, {**inputs.base.shapes, **stored.known_shapes})
     inputs.base = under_names_of(names, inputs.base)
     _compare_base(inputs, stored, _base_name(adapter), config)
-    judge_base(inputs.base_check, inputs.base, options, uses_weights=True)
+    judge_base(inputs.base_check, options, uses_weights=True)
     dtype = DTYPES.get(options.base_dtype, checkpoint.cast_dtype)
     inputs.base = base = base_as_trained(inputs.base, names, weights, adapter, dtype)
-    ties = compare_ties(names, stored, base.tensors, inputs.sources)
-    inputs.nbytes_compared += ties.nbytes_read
+    ties = compare_ties(names, stored, base.tensors, inputs.reader)
     known = names.without_ties(ties.differing) if isinstance(names, ModelNames) else None
     saved = inputs.saved.get(adapter.name)
     whole = with_saved(weights, saved, base.shapes, needed=not options.exclude_frozen)
     model_type = "" if config is None else str(config.content.get("model_type") or "")
-    merged = merge_adapter(checkpoint, whole, adapter, base, known, model_type)
+    merged = merge_adapter(whole, adapter, base, known, model_type)
     inputs.model = structs.replace(inputs.model, weights=merged)
     if base.tensors:
         lacking = base.tensors.keys() - merged.tensors.keys() - merged.aliases.keys()
@@ -257,7 +259,6 @@ def _merge(inputs: Inputs, adapter: Adapter, learner: Learner) -> None:
 
 
 def _identify(inputs: Inputs, learner: Learner, task: str) -> None:
-    """Find out the model class, check the base, and compare tied weights."""
     options, files, lacks = inputs.options, inputs.files, inputs.checkpoint.may_lack_weights
     inputs.model = model = identify(
         inputs.model.weights, files.config, learner, options, may_lack_weights=lacks, task=task
@@ -267,16 +268,13 @@ def _identify(inputs: Inputs, learner: Learner, task: str) -> None:
     if inputs.mode is None:
         named, own = None, model.config
         if fills_in and base.tensors.keys() - model.weights.shapes.keys():
-            is_own = own is not None and (
-                files.base_config is None or own.path != files.base_config.path
-            )
-            name = own.content.get("_name_or_path") if own is not None and is_own else None
-            named = BaseName(str(name or ""), CONFIG)
+            of_base = files.base_config and files.base_config.path
+            content = own.content if own is not None and own.path != of_base else {}
+            named = BaseName(str(content.get("_name_or_path") or ""), CONFIG)
         _compare_base(inputs, model.weights, named, own)
     is_for_hub = options.layout is NameLayout.HUB
     if is_for_hub and is_adapted(model.weights):
         return
     names, stored = in_form(model.weights, model.fit, options)
     given = base.tensors if fills_in else {}
-    inputs.ties = compare_ties(names, stored, given, inputs.sources, stored_twice=is_for_hub)
-    inputs.nbytes_compared += inputs.ties.nbytes_read
+    inputs.ties = compare_ties(names, stored, given, inputs.reader, stored_twice=is_for_hub)

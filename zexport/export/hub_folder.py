@@ -23,8 +23,9 @@ from zexport.export.plan import (
     plan_file,
 )
 from zexport.export.select import Selection, select
+from zexport.export.weights import Tensors
 from zexport.filenames import CONFIG, README
-from zexport.findings import Finding
+from zexport.findings import Finding, Findings
 from zexport.model.card import model_card, paragraphs_of
 from zexport.model.config import ConfigFile
 from zexport.model.hub_cache import GivenBase
@@ -36,7 +37,6 @@ from zexport.text import some
 
 HEAD_FILE = "value_head.safetensors"
 OTHER_FILE = "other_weights.safetensors"
-FILES_APART = (HEAD_FILE, OTHER_FILE)
 """Files of weights that the model class does not have. They are not in the index.
 
 LLaMA-Factory reads and writes the first (``extras/constants.py``). llama.cpp's converter takes
@@ -51,26 +51,22 @@ class Folder(Struct, frozen=True, kw_only=True):
     """Contents of an output folder, and what to report.
 
     Attributes:
-        written: every tensor that is written.
-        loadable: whether transformers, or peft, loads it without missing or unexpected keys.
-        tied: names that are not written, each to the written name that the model ties it to.
-        from_base: written names whose weights come from the base model.
-        heads: names of weights that the model class does not have.
-        label: which of the model's Hub layouts is used.
+        heads: weights that the model class does not have.
+        mended: corrections of config.json.
     """
 
     shards: tuple[FilePlan, ...]
     side_files: tuple[SideFile, ...]
-    written: tuple[StoredTensor, ...]
-    loadable: bool
-    tied: Mapping[str, str] = {}
-    from_base: tuple[str, ...] = ()
-    heads: tuple[str, ...] = ()
+    selection: Selection
+    findings: Findings
+    warnings: tuple[str, ...]
+    notes: tuple[str, ...]
+    heads: Tensors = {}
     mended: tuple[str, ...] = ()
-    label: str | None = None
-    findings: tuple[Finding, ...] = ()
-    warnings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+
+    @property
+    def written(self) -> list[StoredTensor]:
+        return [*self.selection.tensors.values(), *self.heads.values()]
 
 
 def files_of_base(inputs: Inputs) -> tuple[str, ...]:
@@ -89,7 +85,6 @@ def hub_folder(inputs: Inputs) -> Folder:
     base_files = files_of_base(inputs)
     allowed = judge_base(
         inputs.base_check,
-        inputs.base,
         options,
         uses_weights=is_merged or bool(selection.from_base),
         files=base_files,
@@ -138,16 +133,12 @@ def hub_folder(inputs: Inputs) -> Folder:
     return Folder(
         shards=(*shards, *_planned(apart, heads, target)),
         side_files=tuple(sides),
-        written=(*tensors.values(), *heads.values()),
-        loadable=selection.loadable,
-        tied=selection.tied,
-        from_base=selection.from_base,
-        heads=tuple(heads),
-        mended=mended,
-        label=selection.label,
+        selection=selection,
         findings=findings,
         warnings=warnings,
         notes=tuple(notes),
+        heads=heads,
+        mended=mended,
     )
 
 
@@ -160,7 +151,7 @@ def _written_config(config: ConfigFile | None, selection: Selection) -> ConfigFi
         config = config.without_quantization()
     if selection.untied:
         change = f"tie_word_embeddings is false, because {some(sorted(selection.untied))} differs"
-        config = structs.replace(config, changes=(*config.changes, change))
+        config = config.changed(change, config.content)
     return config
 
 
@@ -237,9 +228,7 @@ def _origin(
             yield f"Accepted with --allow {one.kind}: {one.detail or one.tensor}."
 
 
-def _shards(
-    tensors: Mapping[str, StoredTensor], target: DType, nbytes_max: int
-) -> dict[str, list[str]]:
+def _shards(tensors: Tensors, target: DType, nbytes_max: int) -> dict[str, list[str]]:
     """Return the names in each shard, split as huggingface_hub does.
 
     Source: huggingface_hub 1.0, ``serialization/_base.py``: in the order given; a tensor larger
@@ -266,16 +255,15 @@ def _shards(
 
 
 def _planned(
-    files: Mapping[str, Sequence[str]], tensors: Mapping[str, StoredTensor], target: DType
+    files: Mapping[str, Sequence[str]], tensors: Tensors, target: DType
 ) -> tuple[FilePlan, ...]:
-    dtypes = {name: tensor.output_dtype(target) for name, tensor in tensors.items()}
     return tuple(
-        plan_file(file, {name: tensors[name] for name in names}, dtypes)
+        plan_file(file, {name: tensors[name] for name in names}, target)
         for file, names in files.items()
     )
 
 
-def _index_file(shards: Sequence[FilePlan], tensors: Mapping[str, StoredTensor]) -> bytes:
+def _index_file(shards: Sequence[FilePlan], tensors: Tensors) -> bytes:
     """Return the index as transformers 5 writes it: sorted, two spaces, a newline at the end."""
     planned = [(tensor, shard) for shard in shards for tensor in shard.tensors]
     parameters = [t for t, _ in planned if tensors[t.name].role is not Role.BUFFER]

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from math import prod
 
 from zexport.checkpoint.state import Role, StoredTensor, source_of
 from zexport.errors import LayoutError, UnsupportedError
-from zexport.export.weights import Weights
+from zexport.export.weights import Tensors, Weights
 from zexport.model.config import ConfigFile
-from zexport.model.hub_names import Box, HubLayout, HubTensor, ModelNames
+from zexport.model.hub_names import (
+    Box,
+    HubLayout,
+    HubTensor,
+    ModelNames,
+    Shapes,
+)
 from zexport.model.names_client import Learner
 from zexport.options import ExportOptions, NameLayout
 from zexport.ranges.dtypes import Shape
@@ -19,9 +25,7 @@ from zexport.ranges.source import ByteSource, Mosaic, Tile, Window, row_major
 _KEEP_NAMES = "Keep the in-memory names and shapes with --layout memory"
 
 
-def to_hub(
-    tensors: Mapping[str, StoredTensor], layout: HubLayout, shapes: Mapping[str, Shape]
-) -> dict[str, StoredTensor]:
+def to_hub(tensors: Tensors, layout: HubLayout, shapes: Shapes) -> dict[str, StoredTensor]:
     """Return the tensors that a layout makes of ``tensors``; others keep their names.
 
     ``shapes`` are the model's in memory.
@@ -44,9 +48,7 @@ def to_hub(
     return made | others
 
 
-def _joined(
-    name: str, form: HubTensor, tensors: Mapping[str, StoredTensor], shapes: Mapping[str, Shape]
-) -> StoredTensor:
+def _joined(name: str, form: HubTensor, tensors: Tensors, shapes: Shapes) -> StoredTensor:
     """Return a tensor made of others; one that is part of one tensor keeps the name of that."""
     sources = sorted(form.sources)
     if missing := [source for source in sources if source not in tensors]:
@@ -77,7 +79,7 @@ def _joined(
     )
 
 
-def _source(form: HubTensor, tensors: Mapping[str, StoredTensor], itemsize: int) -> ByteSource:
+def _source(form: HubTensor, tensors: Tensors, itemsize: int) -> ByteSource:
     tiles = []
     for box in form.boxes:
         if isinstance(box.source, str):
@@ -93,9 +95,7 @@ def _source(form: HubTensor, tensors: Mapping[str, StoredTensor], itemsize: int)
     return Mosaic(form.shape, itemsize, tuple(tiles))
 
 
-def tensor_in_memory(
-    name: str, names: ModelNames, files: Mapping[str, StoredTensor]
-) -> StoredTensor | None:
+def tensor_in_memory(name: str, names: ModelNames, files: Tensors) -> StoredTensor | None:
     """Return an in-memory tensor made of tensors with Hub names.
 
     ``None`` if some elements are missing, or are ordered differently from a file's axes.
@@ -192,24 +192,14 @@ def _with_fused_experts(stored: Weights, layers: Sequence[str]) -> Weights:
         )
         mosaic = Mosaic(shape, gate.dtype.itemsize, tiles)
         tensors[w1] = StoredTensor(new[w1], shape, gate.dtype, gate.role, mosaic)
-        # The router's name in the model is its alias, if the model still has it.
         router = f"{layer}.router."
-        own = {name for name in tensors if name.startswith(router)}
-        children = {
-            alias.removeprefix(f"{layer}.").partition(".")[0]
-            for alias, name in stored.aliases.items()
-            if name in own and alias.startswith(f"{layer}.")
-        }
-        child = children.pop() if len(children) == 1 else "gate"
-        for name in own:
-            new[name] = f"{layer}.{child}." + name.removeprefix(router).removeprefix("gate.")
+        for name in (one for one in tensors if one.startswith(router)):
+            new[name] = f"{layer}.gate." + name.removeprefix(router).removeprefix("gate.")
     aliases = {alias: name for alias, name in stored.aliases.items() if name not in new}
     return Weights(tensors, aliases, stored.left_out).named(lambda name: new.get(name, name))
 
 
-def _with_original_names(
-    stored: Weights, layers: Iterable[str], original: Mapping[str, Shape]
-) -> Weights:
+def _with_original_names(stored: Weights, layers: Iterable[str], original: Shapes) -> Weights:
     """Return the weights with the names that AutoEP changed next to the experts changed back.
 
     AutoEP sets other children of a layer under its own names (``shared_experts`` for

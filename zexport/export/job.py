@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from blake3 import blake3
 from msgspec import Struct, structs
 
 from zexport import __version__
 from zexport.errors import DamagedCheckpointError, OutputError, UnsafeError
+from zexport.export.checked_reader import WeightReader
 from zexport.export.destination import Destination, abandon, destination
 from zexport.export.journal import Journal, Receipt
 from zexport.export.lost_updates import compare_roundings
@@ -28,10 +28,14 @@ from zexport.export.manifest import (
     source_entries,
 )
 from zexport.export.overwrite import check_content, check_place, is_complete, real_path
-from zexport.export.plan import ExportPlan, TensorPlan, side_nbytes
+from zexport.export.plan import ExportPlan, TensorPlan
 from zexport.export.plan_file import FileSize, Request, SealedPlan, unseal
-from zexport.export.proof import WeightReader
-from zexport.export.report import ExportReport, Meter, Progress, VerifyMode
+from zexport.export.report import (
+    ExportReport,
+    Meter,
+    OnProgress,
+    VerifyMode,
+)
 from zexport.export.write import (
     READBACK_THREADS,
     check_small,
@@ -41,7 +45,7 @@ from zexport.export.write import (
     write_small,
 )
 from zexport.filenames import MANIFEST_NAME
-from zexport.findings import Finding, FindingKind
+from zexport.findings import Finding, FindingKind, Findings
 from zexport.options import Share
 from zexport.ranges.cast import Statistics
 from zexport.ranges.dtypes import DType
@@ -49,7 +53,6 @@ from zexport.storage.files import is_file, is_folder, read_whole, remove, write_
 from zexport.storage.os_errors import reading, writing
 from zexport.text import shown, some
 
-OnProgress = Callable[[Progress], None]
 Reader = Callable[[ExportPlan], WeightReader]
 
 _NOTES_NBYTES, _NOTES_RATIO = 128 << 10, 8
@@ -76,7 +79,7 @@ class Written(Struct, frozen=True):
 
     nbytes_read: int = 0
     files: tuple[str, ...] = ()
-    findings: tuple[Finding, ...] = ()
+    findings: Findings = ()
 
 
 class Job(Struct, frozen=True):
@@ -122,7 +125,6 @@ class Job(Struct, frozen=True):
         return self.sealed.plan
 
     def missing(self) -> list[FileSize]:
-        """Return the files without a receipt."""
         return [one for one in self.sealed.sizes if self.journal.find(one.filename) is None]
 
     def parts_missing(self, count: int) -> tuple[int, ...]:
@@ -161,13 +163,13 @@ def load(out_dir: Path, request: Request | None = None) -> SealedPlan | None:
 
 
 def _other_plan(out_dir: Path, begun: Request, own: Request) -> OutputError:
-    differ = [n for n, one in own.choices.items() if begun.choices.get(n) != one]
+    was = [f"{n} {shown(begun.choices.get(n))}" for n, one in own.choices.items()]
+    now = [f"{n} {shown(one)}" for n, one in own.choices.items()]
     return OutputError(
-        "was started with other options or another checkpoint",
+        "was started with other options, another checkpoint or another transformers",
         path=out_dir,
-        found=some([f"{n} {shown(begun.choices.get(n))}" for n in differ]) or "the same options",
-        expected=some([f"{n} {shown(own.choices[n])}" for n in differ])
-        or "also the same files and the same transformers",
+        found=some([one for one in was if one not in now]) or "the same options",
+        expected=some([one for one in now if one not in was]) or "also the same files",
         hint="Run the same command on the same checkpoint; or stop all parts and "
         "remove the folder to start over",
     )
@@ -210,7 +212,7 @@ def begin(job: Job, share: Share = WHOLE) -> bool:
     place.prepare(job.sealed.filenames | others, resumes=continues)
     notes = _NOTES_NBYTES + _NOTES_RATIO * job.sealed.nbytes
     try:
-        place.reserve(job.sealed.sizes, sum(side_nbytes(plan).values()) + notes)
+        place.reserve(job.sealed.sizes, sum(one.nbytes for one in plan.side_files) + notes)
         with writing(place.plan_path):
             try:
                 write_durably(place.plan_path, job.sealed.content, is_new=not place.is_renamed)
@@ -250,7 +252,7 @@ def write(job: Job, share: Share = WHOLE, reader: Reader = WeightReader.of_plan)
         CheckpointError: a source is damaged, or changed.
     """
     plan, journal = job.plan, job.journal
-    findings: tuple[Finding, ...] = ()
+    findings: Findings = ()
     with job.place.lock_part(str(share)), reader(plan) as sources:
         rest = _find_unwritten(job, share)
         files = (plan.shards[number] for number in rest)  # each is decoded when its turn comes
@@ -264,7 +266,7 @@ def write(job: Job, share: Share = WHOLE, reader: Reader = WeightReader.of_plan)
         return Written(sources.nbytes_read, names, findings)
 
 
-def _compare(plan: ExportPlan, sources: WeightReader) -> tuple[Finding, ...]:
+def _compare(plan: ExportPlan, sources: WeightReader) -> Findings:
     roundings = compare_roundings(plan, sources)
     if not (found := sources.compare()):
         return roundings
@@ -289,8 +291,10 @@ def _find_unwritten(job: Job, share: Share) -> list[int]:
     return rest
 
 
-def finish(job: Job) -> ExportReport:
+def finish(job: Job, nbytes_read: int = 0) -> ExportReport:
     """Publish the output of all parts. Call it with ``place.lock``.
+
+    ``nbytes_read`` were read to write them, by this process and its tasks.
 
     Every file has a receipt and is unchanged, every record that was read has the right checksum,
     and the small files are read back.
@@ -319,7 +323,7 @@ def finish(job: Job) -> ExportReport:
                 if (seen := receipt.remarkable.get(tensor.name)) is not None:
                     findings += _findings(tensor, seen, plan.allow)
         digests = sources.finish()
-        nbytes_read = sources.nbytes_read
+        nbytes_read += sources.nbytes_read
     entries = source_entries(plan, digests)
     manifest = Manifest(__version__, entries, tensors, {**files}, tuple(findings), plan.provenance)
     for side in plan.side_files:
@@ -327,10 +331,11 @@ def finish(job: Job) -> ExportReport:
     if plan.overwrite and place.is_renamed:  # the old folder may have changed since the beginning
         check_content(place.target, overwrite=True, is_checkpoint=plan.form.is_checkpoint)
     content = manifest.encode()
-    files[MANIFEST_NAME] = FileEntry(len(content), blake3(content).hexdigest())
-    place.write_manifest(content)
+    files[MANIFEST_NAME] = FileEntry.of(content)
+    with writing(path := folder / MANIFEST_NAME):
+        write_durably(path, content, is_new=not place.is_renamed)
     if place.is_renamed:  # in a bucket the output exists now: nothing may fail any more
-        check_small(folder / MANIFEST_NAME, files[MANIFEST_NAME].blake3, job.verify)
+        check_small(path, files[MANIFEST_NAME].blake3, job.verify)
     warnings = [*plan.warnings]
     place.publish(overwrite=plan.overwrite, warn=warnings.append)
     return ExportReport(

@@ -10,7 +10,6 @@ from array import array
 from collections.abc import Iterable, Mapping
 from errno import ENOENT
 from pathlib import Path
-from typing import TypeVar
 from urllib.parse import quote, unquote
 
 import msgspec
@@ -19,7 +18,7 @@ from msgspec import Struct
 
 from zexport.errors import OutputError
 from zexport.filenames import RECEIPTS
-from zexport.findings import Finding
+from zexport.findings import Findings
 from zexport.ranges.cast import Statistics
 from zexport.ranges.coverage import Ranges
 from zexport.ranges.digest import DIGEST_NBYTES, FileDigests
@@ -34,17 +33,12 @@ from zexport.storage.files import (
 )
 from zexport.storage.os_errors import reading, writing
 
-_FORMAT = "zexport receipt 2"
+_FORMAT = "zexport receipt 3"
 _COMPARED = "compared"
 
 
-class _Entry(Struct, frozen=True):
-    plan: str
-    ranges: Mapping[int, bytes]
-
-
-class Receipt(_Entry, frozen=True):
-    """A finished file.
+class Receipt(Struct, frozen=True):
+    """A finished file, or the comparison of replicas, which has ``findings`` and no digests.
 
     Attributes:
         plan: digest of the plan.
@@ -54,18 +48,12 @@ class Receipt(_Entry, frozen=True):
         identity: differs once the file is touched.
     """
 
-    digests: FileDigests
-    remarkable: Mapping[str, Statistics]
-    identity: str
-
-
-class Compared(_Entry, frozen=True):
-    """The findings of comparing replicas, and what was read for that."""
-
-    findings: tuple[Finding, ...]
-
-
-_E = TypeVar("_E", Receipt, Compared)
+    plan: str
+    ranges: Mapping[int, bytes]
+    digests: FileDigests = FileDigests(b"", "", 0)
+    remarkable: Mapping[str, Statistics] = {}
+    identity: str = ""
+    findings: Findings = ()
 
 
 def receipt_name(filename: str) -> str:
@@ -107,24 +95,19 @@ class Journal:
         self._write(receipt_name(filename), receipt)
 
     def find(self, filename: str) -> Receipt | None:
-        """Return the receipt of a file, if it is of this plan."""
-        return self._read(receipt_name(filename), Receipt)
+        return self._read(receipt_name(filename))
 
     def is_unchanged(self, filename: str, receipt: Receipt) -> bool:
-        """Whether the file was not touched since its receipt."""
         with reading(path := self._work / filename, OutputError):
             return is_file(path) and identity(path) == receipt.identity
 
-    def add_compared(self, findings: tuple[Finding, ...], ranges: Mapping[Path, Ranges]) -> None:
-        """Record that replicas were compared."""
-        self._write(_COMPARED, Compared(self._digest, self._packed(ranges), findings))
+    def add_compared(self, findings: Findings, ranges: Mapping[Path, Ranges]) -> None:
+        self._write(_COMPARED, Receipt(self._digest, self._packed(ranges), findings=findings))
 
-    def compared(self) -> Compared | None:
-        """Return the result of comparing replicas, if that was done."""
-        return self._read(_COMPARED, Compared)
+    def compared(self) -> Receipt | None:
+        return self._read(_COMPARED)
 
-    def ranges(self, entry: Receipt | Compared) -> dict[Path, Ranges]:
-        """Return what was read, by file."""
+    def ranges(self, entry: Receipt) -> dict[Path, Ranges]:
         found = {}
         for number, packed in entry.ranges.items():
             numbers = array("Q", packed)
@@ -140,7 +123,7 @@ class Journal:
             for path, one in ranges.items()
         }
 
-    def _write(self, name: str, entry: Struct) -> None:
+    def _write(self, name: str, entry: Receipt) -> None:
         path = self.folder / name
         data = msgspec.msgpack.encode(entry)
         with writing(path):
@@ -148,7 +131,7 @@ class Journal:
                 raise FileNotFoundError(ENOENT, "another process finished or removed it", str(path))
             write_durably(path, blake3(data, derive_key_context=_FORMAT).digest() + data)
 
-    def _read(self, name: str, kind: type[_E]) -> _E | None:
+    def _read(self, name: str) -> Receipt | None:
         """Return an entry; one that is damaged, or of another format or plan, is ignored."""
         path = self.folder / name
         with reading(path, OutputError):
@@ -159,5 +142,5 @@ class Journal:
         seal, data = content[:DIGEST_NBYTES], content[DIGEST_NBYTES:]
         if blake3(data, derive_key_context=_FORMAT).digest() != seal:
             return None
-        entry = msgspec.msgpack.decode(data, type=kind)
+        entry = msgspec.msgpack.decode(data, type=Receipt)
         return entry if entry.plan == self._digest else None

@@ -7,9 +7,9 @@ from typing import TypeAlias
 
 import numpy as np
 
+from zexport.export.checked_reader import WeightReader
 from zexport.export.plan import ExportPlan, TensorPlan
-from zexport.export.proof import WeightReader
-from zexport.findings import Finding, FindingKind
+from zexport.findings import Finding, FindingKind, Findings
 from zexport.ranges.cast import bits_seen_as
 from zexport.ranges.computed import ComputedExtent, LowRankUpdate, ScaledSum
 from zexport.ranges.dtypes import DType
@@ -24,7 +24,7 @@ _Window: TypeAlias = "tuple[LowRankUpdate | ScaledSum, int, int]"
 """An update, and the first and the number of its elements to compare."""
 
 
-def compare_roundings(plan: ExportPlan, sources: WeightReader) -> tuple[Finding, ...]:
+def compare_roundings(plan: ExportPlan, sources: WeightReader) -> Findings:
     """Return a finding if rounding turns nearly all changed weights back into those of the base.
 
     A 16-bit dtype stores the base exactly, and loses an update of less than half its last place.
@@ -73,5 +73,4 @@ def _elements(
 
 
 def _count(before: tuple[bytearray, DType], after: tuple[bytearray, DType], dtype: DType) -> int:
-    """Return how many elements differ after rounding to ``dtype``."""
     return int(np.count_nonzero(bits_seen_as(*before, dtype) != bits_seen_as(*after, dtype)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 import msgspec
@@ -56,6 +56,10 @@ class FileEntry(Struct, frozen=True):
     nbytes: Natural
     blake3: str
 
+    @classmethod
+    def of(cls, content: bytes) -> FileEntry:
+        return cls(len(content), blake3(content).hexdigest())
+
 
 class SourceEntry(Struct, frozen=True):
     """One file that was read.
@@ -104,9 +108,8 @@ class Manifest(Struct, frozen=True):
         """
         entries = {key: _json(value) for key, value in self.provenance.items()}
         entries |= {"schema": _json(SCHEMA), "zexport_version": _json(self.zexport_version)}
-        entries |= {"files": _table(self.files), "tensors": _table(self.tensors)}
-        entries["findings"] = _lines("[]", map(_json, self.findings), "  ")
-        entries["sources"] = _lines("[]", map(_json, self.sources), "  ")
+        for name in ("files", "tensors", "findings", "sources"):
+            entries[name] = _listed(getattr(self, name))
         entries["blake3"] = _json(blake3(_object(entries)).hexdigest())
         return _object(entries)
 
@@ -116,8 +119,10 @@ def _object(entries: Mapping[str, str]) -> bytes:
     return (_lines("{}", lines, "") + "\n").encode()
 
 
-def _table(entries: Mapping[str, object]) -> str:
-    return _lines("{}", (f"{_json(n)}: {_json(entries[n])}" for n in sorted(entries)), "  ")
+def _listed(entries: Mapping[str, object] | Sequence[object]) -> str:
+    if isinstance(entries, Mapping):
+        return _lines("{}", (f"{_json(n)}: {_json(entries[n])}" for n in sorted(entries)), "  ")
+    return _lines("[]", map(_json, entries), "  ")
 
 
 def _lines(brackets: str, entries: Iterable[str], indent: str) -> str:

@@ -14,21 +14,19 @@ from math import prod
 from msgspec import Struct, structs
 from msgspec.structs import replace
 
-from zexport.checkpoint.state import Role, StoredTensor, TrainingState, source_of
+from zexport.checkpoint.state import Role, StoredTensor, source_of
 from zexport.errors import DamagedCheckpointError, FrozenLeftOutError, UnsupportedError, UsageError
-from zexport.export.adapters import Adapter, check_whole
+from zexport.export.adapters import Adapter
 from zexport.export.base_model import Base
 from zexport.export.hub_tensors import tensor_in_memory
 from zexport.export.peft import AdapterConfig, names_of_adapter, parse_name
-from zexport.export.weights import Weights
-from zexport.model.hub_names import ModelNames, NamesUnknown
+from zexport.export.weights import Tensors, Weights
+from zexport.model.hub_names import ModelNames, Names
 from zexport.options import Engine, ExportOptions
 from zexport.ranges.computed import Elements, Factors, LowRankUpdate, Recast, ScaledSum
 from zexport.ranges.dtypes import DType
 from zexport.ranges.source import Chain, Window
 from zexport.text import some
-
-Tensors = Mapping[str, StoredTensor]
 
 _KNOWN = (
     "lora_A.weight",
@@ -139,7 +137,7 @@ def weights_of_base(stored: Weights) -> Weights:
 
 def base_as_trained(
     given: Base,
-    names: ModelNames | NamesUnknown,
+    names: Names,
     stored: Weights,
     adapter: Adapter,
     dtype: DType | None,
@@ -167,7 +165,6 @@ def base_as_trained(
 
 
 def merge_adapter(
-    checkpoint: TrainingState,
     stored: Weights,
     adapter: Adapter,
     given: Base,
@@ -175,7 +172,6 @@ def merge_adapter(
     model_type: str,
 ) -> Weights:
     """Return the weights of the base model with the adapter merged, by their names in it."""
-    check_whole(checkpoint, stored, adapter)
     parts = names_of_adapter(stored.tensors, adapter.name)
     copied = {one.of_base: stored.tensors[name] for name, one in parts.items() if one.is_copy}
     pairs = ((parse_name(alias), parse_name(name)) for alias, name in stored.aliases.items())
@@ -222,7 +218,6 @@ def _untied(base: _BaseModel, copied: Set[str]) -> Tensors:
 
 
 def _find_updates(adapter: Adapter, base: _BaseModel, stored: Weights) -> Iterator[_Update]:
-    """Yield the update of each weight, by module."""
     modules: dict[str, dict[int, dict[str, StoredTensor]]] = {}
     for name, one in names_of_adapter(stored.tensors, adapter.name).items():
         if one.is_copy or one.is_tokens:
@@ -344,7 +339,6 @@ def _merged_weight(
     base: _BaseModel,
     is_transposed: bool | None,
 ) -> StoredTensor:
-    """Return the weight with its update, in float32."""
     config = base.config
     a, b = update.factors
     outputs, inputs = update.sides

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from zexport.checkpoint.state import Role, StoredTensor, source_of
 from zexport.errors import DamagedCheckpointError, NamesMismatchError
-from zexport.export.weights import PEFT_PREFIX, Weights
+from zexport.export.weights import PEFT_PREFIX, Tensors, Weights
 from zexport.model.config import ConfigFile, with_stored_sizes
 from zexport.model.hub_names import (
     Fit,
     ModelNames,
+    Names,
     NamesUnknown,
     Stored,
     best_fit,
@@ -23,7 +24,7 @@ from zexport.model.hub_names import (
 from zexport.model.names_client import Learner
 from zexport.options import ExportOptions, NameLayout
 from zexport.ranges.compare import are_equal
-from zexport.ranges.reader import ReadableFile, SourceReader
+from zexport.ranges.reader import SourceReader
 from zexport.ranges.source import Read
 from zexport.text import some
 
@@ -50,11 +51,10 @@ class Model(Struct, frozen=True):
     config: ConfigFile | None
     fit: Fit | NamesUnknown
     weights: Weights
-    heads: Mapping[str, StoredTensor] = {}
+    heads: Tensors = {}
 
     @property
-    def names(self) -> ModelNames | NamesUnknown:
-        """The in-memory names."""
+    def names(self) -> Names:
         return self.fit.model if isinstance(self.fit, Fit) else self.fit
 
 
@@ -215,16 +215,15 @@ def _outside(firsts: set[str], stored: Iterable[str]) -> frozenset[str]:
 class Ties(Struct, frozen=True):
     """Aliases of declared tied weights whose values equal those of their source, and others."""
 
-    equal: frozenset[str] = frozenset()
-    differing: frozenset[str] = frozenset()
-    nbytes_read: int = 0
+    equal: Set[str] = frozenset()
+    differing: Set[str] = frozenset()
 
 
 def compare_ties(
-    names: ModelNames | NamesUnknown,
+    names: Names,
     stored: Weights,
-    given: Mapping[str, StoredTensor],
-    files: Iterable[ReadableFile],
+    given: Tensors,
+    reader: SourceReader,
     *,
     stored_twice: bool = True,
 ) -> Ties:
@@ -240,21 +239,20 @@ def compare_ties(
         return next((given[n] for one in spellings if (n := one.get(name, name)) in given), None)
 
     equal, differing = set[str](), set[str]()
-    with SourceReader(files) as reader:
-        for alias, source in names.tied.items():
-            here = [stored.tensors[n] for n in (alias, source) if n in stored.tensors]
-            if len(here) == 2:
-                if stored_twice:
-                    is_equal = _are_equal(here[0], here[1], reader.read_into)
-                    (equal if is_equal else differing).add(alias)
-                continue
-            is_tied = {alias, source} & stored.aliases.keys()
-            one, other = of_base(alias), of_base(source)
-            if is_tied or one is None or other is None or any(t.role is Role.FROZEN for t in here):
-                continue
-            if not _are_equal(one, other, reader.read_into):
-                differing.add(alias)
-        return Ties(frozenset(equal), frozenset(differing), reader.nbytes_read)
+    for alias, source in names.tied.items():
+        here = [stored.tensors[n] for n in (alias, source) if n in stored.tensors]
+        if len(here) == 2:
+            if stored_twice:
+                is_equal = _are_equal(here[0], here[1], reader.read_into)
+                (equal if is_equal else differing).add(alias)
+            continue
+        is_tied = {alias, source} & stored.aliases.keys()
+        one, other = of_base(alias), of_base(source)
+        if is_tied or one is None or other is None or any(t.role is Role.FROZEN for t in here):
+            continue
+        if not _are_equal(one, other, reader.read_into):
+            differing.add(alias)
+    return Ties(equal, differing)
 
 
 def _are_equal(one: StoredTensor, other: StoredTensor, read: Read) -> bool:
@@ -263,7 +261,7 @@ def _are_equal(one: StoredTensor, other: StoredTensor, read: Read) -> bool:
 
 
 def tie_as_declared(
-    tensors: Mapping[str, StoredTensor], aliases: Mapping[str, str], names: ModelNames
+    tensors: Tensors, aliases: Mapping[str, str], names: ModelNames
 ) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """Return the tensors under the names that the model keeps of tied weights, and its aliases.
 

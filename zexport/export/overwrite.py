@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -35,7 +35,6 @@ Source: transformers 5.23, ``trainer_utils.py`` (``sort_checkpoints``, ``get_las
 
 
 def real_path(out_dir: Path) -> Path:
-    """Return the output folder with links resolved."""
     with writing(out_dir):
         return real(out_dir)
 
@@ -95,7 +94,16 @@ def check_content(target: Path, *, overwrite: bool, is_checkpoint: bool) -> None
         if not overwrite:
             hint = "Choose another name, or pass --overwrite"
             raise OutputError("exists and is not empty", path=target, hint=hint)
-        _check_unedited(target) if is_file(target / MANIFEST_NAME) else _check_model(target)
+        if not is_file(target / MANIFEST_NAME):
+            _check_model(target)
+        elif edits := _edits_of(target):
+            raise OutputError(
+                "was changed after zexport wrote it, so zexport does not replace it",
+                path=target,
+                found=some(edits, 3),
+                hint="Keep what you need and remove the folder, or choose another name for the "
+                "output",
+            )
 
 
 def _manifest_in(folder: Path) -> Manifest | None:
@@ -108,16 +116,6 @@ def _edits_of(target: Path) -> list[str]:
     from zexport.export.verify import find_edits  # noqa: PLC0415 - only for an older export
 
     return [f"{one.file} {one.problem}" for one in find_edits(target) if not one.tensor]
-
-
-def _check_unedited(target: Path) -> None:
-    if edits := _edits_of(target):
-        raise OutputError(
-            "was changed after zexport wrote it, so zexport does not replace it",
-            path=target,
-            found=some(edits, 3),
-            hint="Keep what you need and remove the folder, or choose another name for the output",
-        )
 
 
 def _check_model(target: Path) -> None:
@@ -142,24 +140,19 @@ def _is_model(folder: Path) -> bool:
 
 
 def with_warnings(plan: ExportPlan) -> ExportPlan:
-    """Return the plan with warnings about its output folder.
+    """Return the plan, with a warning if a Trainer would count its output as a checkpoint.
 
     Raises:
         OutputError: training would resume from the output, which has only weights.
     """
     target = real_path(plan.out_dir)
-    return replace(plan, warnings=(*_run_warnings(target, plan), *plan.warnings))
-
-
-def _run_warnings(target: Path, plan: ExportPlan) -> Iterator[str]:
-    """Warn if a Trainer would count the output as one of its checkpoints."""
     name = _TRAINER_NAME.match(target.name)
     if name is None or not (is_local(target) and is_folder(target.parent)):
-        return
+        return plan
     with reading(target.parent):
         there = list_run_checkpoints(target.parent)
     if target.name in there or not any(map(_TRAINER_NAME.match, there)):
-        return
+        return plan
     is_resumed = name[0] == target.name
     if is_resumed and not plan.form.is_checkpoint:
         raise OutputError(
@@ -168,12 +161,14 @@ def _run_warnings(target: Path, plan: ExportPlan) -> Iterator[str]:
             path=target,
             hint="Choose a name that does not begin with checkpoint-, or another folder",
         )
-    if not is_resumed or int(name[1]) != plan.origin.step:
-        resumes = "resumes from it if it has the highest number, and " * is_resumed
-        yield (
-            f"{target.name} is in the folder of a run: its Trainer {resumes}counts it as a "
-            "checkpoint and may remove it (save_total_limit). Choose another name or folder"
-        )
+    if is_resumed and int(name[1]) == plan.origin.step:
+        return plan
+    resumes = "resumes from it if it has the highest number, and " * is_resumed
+    warning = (
+        f"{target.name} is in the folder of a run: its Trainer {resumes}counts it as a "
+        "checkpoint and may remove it (save_total_limit). Choose another name or folder"
+    )
+    return replace(plan, warnings=(warning, *plan.warnings))
 
 
 def is_complete(plan: ExportPlan, target: Path) -> bool:

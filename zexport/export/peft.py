@@ -133,7 +133,6 @@ class PeftName(Struct, frozen=True):
 
 
 def parse_name(name: str) -> PeftName:
-    """Return the parts of any parameter name."""
     inner, prefix = inner_name(name), PEFT_PREFIX
     parts = inner.split(".")
     if inner == name and PROMPT in parts[:-1] and parts[-2:] == ["embedding", "weight"]:
@@ -156,7 +155,6 @@ def names_of_adapter(names: Iterable[str], adapter: str) -> dict[str, PeftName]:
 
 
 def inner_name(name: str) -> str:
-    """Return the name after PEFT's prefix."""
     _, found, inner = f".{name}".partition(f".{PEFT_PREFIX}")
     return inner if found else name
 
@@ -250,12 +248,10 @@ class AdapterConfig(Struct, frozen=True):
         return tokens
 
     def rank_of(self, key: str) -> int | None:
-        """Return the rank of the update of a module or parameter."""
         rank = self._by_pattern("rank_pattern", key, self.r)
         return rank if isinstance(rank, int) else None
 
     def scaling(self, key: str, rank: int) -> float:
-        """Return the factor of the update of a module or parameter."""
         alpha: float | None = self._by_pattern("alpha_pattern", key, self.lora_alpha)
         if alpha is None:
             raise DamagedCheckpointError(

@@ -7,19 +7,20 @@ Source: peft 0.21, ``utils/save_and_load.py`` (``get_peft_model_state_dict``,
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from msgspec.structs import replace
 
 from zexport.checkpoint.state import Role, StoredTensor
 from zexport.errors import UnsupportedError
-from zexport.export.adapters import Adapter, check_whole
+from zexport.export.adapters import Adapter
 from zexport.export.base_model import check_plain, judge_base
 from zexport.export.gather import Inputs
 from zexport.export.hub_folder import Folder, describe_beyond, files_of_base
 from zexport.export.peft import EMBEDDINGS, inner_name, names_of_adapter, parse_name
 from zexport.export.plan import DTYPES, FilePlan, SideFile, plan_file, qualified
-from zexport.export.weights import PEFT_PREFIX
+from zexport.export.select import Selection
+from zexport.export.weights import PEFT_PREFIX, Tensors
 from zexport.filenames import ADAPTER_CONFIG, ADAPTER_FILE, README
 from zexport.model.card import model_card, paragraphs_of
 from zexport.ranges.dtypes import DType
@@ -34,7 +35,7 @@ def peft_folder(inputs: Inputs) -> Folder:
     Each tensor has the dtype that was asked for, or its dtype in the module, as peft saves it.
     """
     checkpoint, target = inputs.checkpoint, DTYPES.get(inputs.options.dtype)
-    shards, written = list[FilePlan](), list[StoredTensor]()
+    shards, written = list[FilePlan](), dict[str, StoredTensor]()
     from_base, warnings = list[str](), list[str]()
     for adapter in inputs.adapters:
         filename = f"{adapter.folder}{ADAPTER_FILE}"
@@ -50,16 +51,11 @@ def peft_folder(inputs: Inputs) -> Folder:
                 check_plain((tensor,), inputs.base)
                 kept[name] = replace(tensor, module_dtype=checkpoint.cast_dtype)
                 from_base.append(qualified(filename, name))
-        dtypes = {
-            name: tensor.output_dtype(target or tensor.module_dtype or tensor.dtype)
-            for name, tensor in kept.items()
-        }
-        shards.append(plan_file(filename, kept, dtypes))
-        written += kept.values()
+        shards.append(plan_file(filename, kept, target))
+        written |= {qualified(filename, name): tensor for name, tensor in kept.items()}
         warnings += _warnings(inputs, adapter, kept)
     findings = judge_base(
         inputs.base_check,
-        inputs.base,
         inputs.options,
         uses_weights=bool(from_base),
         files=files_of_base(inputs),
@@ -70,9 +66,7 @@ def peft_folder(inputs: Inputs) -> Folder:
     return Folder(
         shards=tuple(shards),
         side_files=tuple(_side_files(inputs, all_warnings, dtype)),
-        written=tuple(written),
-        loadable=True,
-        from_base=tuple(from_base),
+        selection=Selection(written, loadable=True, from_base=tuple(from_base)),
         findings=(*inputs.findings, *findings),
         warnings=all_warnings,
         notes=(
@@ -86,7 +80,6 @@ def peft_folder(inputs: Inputs) -> Folder:
 def _kept(inputs: Inputs, adapter: Adapter) -> dict[str, StoredTensor]:
     """Return what peft saves of an adapter, by its names in the file."""
     stored, saved = inputs.model.weights, inputs.saved.get(adapter.name)
-    check_whole(inputs.checkpoint, stored, adapter)
     every = stored.every_tensor
     parts = names_of_adapter(every, adapter.name)
     kept = {one.on_disk: every[name] for name, one in parts.items()}
@@ -121,7 +114,7 @@ def _kept(inputs: Inputs, adapter: Adapter) -> dict[str, StoredTensor]:
     return kept
 
 
-def _missing_embeddings(adapter: Adapter, kept: Mapping[str, StoredTensor]) -> dict[str, str]:
+def _missing_embeddings(adapter: Adapter, kept: Tensors) -> dict[str, str]:
     """Return embeddings that peft would save too, as {name in its file: name in the base model}."""
     if not adapter.config.saves_embeddings:
         return {}
@@ -130,7 +123,7 @@ def _missing_embeddings(adapter: Adapter, kept: Mapping[str, StoredTensor]) -> d
     return {name: parse_name(name).of_base for name in sorted(embeddings - kept.keys())}
 
 
-def _warnings(inputs: Inputs, adapter: Adapter, kept: Mapping[str, StoredTensor]) -> Iterator[str]:
+def _warnings(inputs: Inputs, adapter: Adapter, kept: Tensors) -> Iterator[str]:
     """Yield what makes the adapter wrong although its file has all that the checkpoint has."""
     tensors = {**inputs.base.tensors, **kept}
     rows = [

@@ -11,6 +11,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from zexport.checkpoint.state import StoredTensor, TrainingState, source_of
 from zexport.errors import MemoryLimitError
+from zexport.export.weights import Tensors
 from zexport.findings import Finding, FindingKind
 from zexport.formats.safetensors import HeaderEntry, SafetensorsFrame, build_header
 from zexport.formats.torch_writer import TorchFrame, TorchRecords, lay_out
@@ -20,9 +21,7 @@ from zexport.ranges.compare import CastReplica, Replica
 from zexport.ranges.computed import updates_in
 from zexport.ranges.dtypes import DType
 from zexport.ranges.source import ByteSource, Record
-from zexport.storage.files import version
-from zexport.storage.json import Json, Natural
-from zexport.storage.os_errors import reading
+from zexport.storage.json import JsonTable, Natural
 from zexport.storage.storage import Version
 from zexport.text import brief
 
@@ -112,6 +111,10 @@ class SideFile(Struct, frozen=True):
     origin: Path | None = None
     version: Version | None = None
 
+    @property
+    def nbytes(self) -> int:
+        return len(self.content or b"") if self.version is None else self.version.nbytes
+
 
 class SourceFile(Struct, frozen=True):
     """A file that the plan reads, and its records by offset.
@@ -186,14 +189,6 @@ class Form(Struct, frozen=True):
         return self.names == "checkpoint"
 
 
-class Reference(Struct, frozen=True):
-    """The checkpoint for ``--engine deepspeed``, and its tensors."""
-
-    root: Path
-    tag: str
-    tensors: tuple[StoredTensor, ...]
-
-
 class ExportPlan(Struct, frozen=True):
     """All that an export will do; running it takes no more decisions.
 
@@ -219,7 +214,7 @@ class ExportPlan(Struct, frozen=True):
         chunk_nbytes: bytes of a tensor that a worker holds at a time.
         nbytes_compared: bytes of tensors that planning read.
         pruned: sources without optimizer states, whose weights moved within the file.
-        reference: the checkpoint for ``--engine deepspeed``, else ``None``.
+        reference: tensors of the checkpoint for ``--engine deepspeed``, else ``None``.
     """
 
     out_dir: Path
@@ -228,12 +223,12 @@ class ExportPlan(Struct, frozen=True):
     shards: Sequence[FilePlan]
     side_files: tuple[SideFile, ...]
     sources: tuple[SourceFile, ...]
-    provenance: Mapping[str, Json]
+    provenance: JsonTable
     warnings: tuple[str, ...]
     overwrite: bool
     jobs: int
     chunk_nbytes: int
-    reference: Reference | None = None
+    reference: Iterable[StoredTensor] | None = None
     replicas: tuple[Replica | CastReplica, ...] = ()
     gathered: tuple[CastReplica, ...] = ()
     check: CheckMode = CheckMode.SAMPLED
@@ -267,28 +262,30 @@ class ExportPlan(Struct, frozen=True):
         }
 
 
-def plan_file(
-    filename: str, tensors: Mapping[str, StoredTensor], dtypes: Mapping[str, DType]
-) -> FilePlan:
+def plan_file(filename: str, tensors: Tensors, target: DType | None) -> FilePlan:
     """Return the plan of a safetensors file: widest dtype first, then by name.
+
+    Without ``target``, each tensor has its dtype in the module.
 
     Source: safetensors 0.6, ``tensor.rs`` (``prepare``).
     """
-    order = sorted(tensors, key=lambda name: (-dtypes[name].itemsize, name))
-    header, offsets = build_header(
-        [HeaderEntry(name, dtypes[name], tensors[name].shape) for name in order]
-    )
+    dtypes = {
+        name: one.output_dtype(target or one.module_dtype or one.dtype)
+        for name, one in tensors.items()
+    }
+    order = sorted(tensors.items(), key=lambda item: (-dtypes[item[0]].itemsize, item[0]))
+    header, offsets = build_header([HeaderEntry(n, dtypes[n], one.shape) for n, one in order])
     planned = tuple(
         TensorPlan(
             name=qualified(filename, name),
-            shape=tensors[name].shape,
+            shape=one.shape,
             dtype=dtypes[name],
-            stored_name=tensors[name].name,
-            stored_dtype=tensors[name].dtype,
-            source=source_of(tensors[name]),
+            stored_name=one.name,
+            stored_dtype=one.dtype,
+            source=source_of(one),
             offset=len(header) + offset,
         )
-        for name, offset in zip(order, offsets, strict=True)
+        for (name, one), offset in zip(order, offsets, strict=True)
     )
     return FilePlan(filename, SafetensorsFrame(header), planned)
 
@@ -300,20 +297,12 @@ def plan_torch_file(filename: str, value: object) -> FilePlan:
     ``zexport.formats.pickle_values``; its tensors are named by their key path.
     """
     frame, placed = lay_out(value, PurePosixPath(filename).stem)
-    tensors = tuple(
-        TensorPlan(
-            name=name,
-            shape=one.leaf.shape,
-            dtype=one.leaf.dtype,
-            stored_name=name,
-            stored_dtype=one.leaf.stored_dtype,
-            source=one.leaf.source,
-            offset=one.offset,
-        )
-        for one in placed
-        for name in (f"{filename}/{one.name}",)
-    )
-    return FilePlan(filename, frame, tensors)
+    tensors = []
+    for one in placed:
+        name, leaf = f"{filename}/{one.name}", one.leaf
+        stored = (name, leaf.stored_dtype, leaf.source)
+        tensors.append(TensorPlan(name, leaf.shape, leaf.dtype, *stored, one.offset))
+    return FilePlan(filename, frame, tuple(tensors))
 
 
 def _calculation_nbytes(shards: Iterable[FilePlan], jobs: int) -> int:
@@ -423,7 +412,6 @@ class PlanSummary(Struct, frozen=True, kw_only=True):
 
 
 def summarize(plan: ExportPlan) -> PlanSummary:
-    """Return the figures of a plan."""
     to_read = sum(tensor.source.nbytes for file in plan.shards for tensor in file.tensors)
     to_write = sum(file.nbytes for file in plan.shards)
     buffers_nbytes = plan.jobs * _BUFFERS_PER_JOB * plan.chunk_nbytes
@@ -448,15 +436,3 @@ def summarize(plan: ExportPlan) -> PlanSummary:
         warnings=plan.warnings,
         notes=plan.notes,
     )
-
-
-def side_nbytes(plan: ExportPlan) -> dict[str, int]:
-    """Return the sizes of the side files by name."""
-    nbytes = {}
-    for side in plan.side_files:
-        if side.origin is None:
-            nbytes[side.filename] = len(side.content or b"")
-        else:
-            with reading(side.origin):
-                nbytes[side.filename] = version(side.origin).nbytes
-    return nbytes

@@ -91,7 +91,6 @@ class SealedPlan(Struct, frozen=True):
 
     @property
     def filenames(self) -> set[str]:
-        """Return the names of all output files except the manifest."""
         sides = {one.filename for one in self.plan.side_files}
         return {*sides, *(one.filename for one in self.sizes)}
 
@@ -135,10 +134,14 @@ class _Encoder:
         self.rows = bytearray()
         self._count = 0
         self._known: dict[object, tuple[object, int]] = {}  # with the object, so that its id stays
-        self._anchors = [place(one) for one in anchors]
+        self._folders = [
+            (here.parent if up else here, number, up)
+            for number, anchor in enumerate(map(place, anchors))
+            for up in ("", "../")
+            for here in (anchor, real(anchor))
+        ]
 
     def add(self, row: object) -> int:
-        """Add a row; return its number."""
         data = msgspec.msgpack.encode(row)
         self.rows += len(data).to_bytes(4, "little") + data
         self._count += 1
@@ -166,7 +169,6 @@ class _Encoder:
         return [_TUPLE, *map(self.wire, value)]
 
     def record(self, value: object) -> list[object]:
-        """Return a value's type and fields."""
         kind: Any = type(value)
         return [_NUMBERS[kind], *(self.wire(getattr(value, name)) for name in _names(kind))]
 
@@ -177,18 +179,13 @@ class _Encoder:
 
     def _relative(self, path: Path) -> list[object]:
         """Return a path relative to an anchor or to the folder around it, else in full."""
-        for number, anchor in enumerate(self._anchors):
-            for folder, up in (
-                *((one, "") for one in (anchor, real(anchor))),
-                *((one.parent, "../") for one in (anchor, real(anchor))),
-            ):
-                if path.is_relative_to(folder) and len(folder.parts) > 1:
-                    return [_PATH, number, f"{up}{path.relative_to(folder).as_posix()}"]
+        for folder, number, up in self._folders:
+            if path.is_relative_to(folder) and len(folder.parts) > 1:
+                return [_PATH, number, f"{up}{path.relative_to(folder).as_posix()}"]
         return [_PATH, -1, str(path)]
 
 
 def seal(plan: ExportPlan, request: Request) -> bytes:
-    """Return the content of a sealed plan."""
     encoder = _Encoder(request.anchors)
     shards, sizes = [], []
     for file in plan.shards:
@@ -278,7 +275,7 @@ class _Decoder:
 
     def __init__(self, rows: _Rows, request: Request) -> None:
         self._rows = rows
-        self._paths: dict[tuple[int, str], Path] = {}
+        self._path = cache(self._read_path)
         self._anchors = [place(one) for one in request.anchors]
         folders = (*self._anchors, *(one.parent for one in self._anchors))
         self._boundary = Boundary.of(*folders, follow=request.follow_symlinks)
@@ -302,16 +299,12 @@ class _Decoder:
             return tuple(values)
         return frozenset(values) if code == _SET else _RECORDS[code](*values)
 
-    def _path(self, anchor: int, text: str) -> Path:
-        if (path := self._paths.get((anchor, text))) is not None:
-            return path
+    def _read_path(self, anchor: int, text: str) -> Path:
         if anchor < 0:
-            path = place(text)
-        else:
-            folder, below = self._anchors[anchor], text.removeprefix("../")
-            path = (folder if below == text else folder.parent) / below
-            self._boundary.check(path)
-        self._paths[anchor, text] = path
+            return place(text)
+        folder, below = self._anchors[anchor], text.removeprefix("../")
+        path = (folder if below == text else folder.parent) / below
+        self._boundary.check(path)
         return path
 
 

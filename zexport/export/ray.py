@@ -14,11 +14,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from msgspec.structs import replace
-
 from zexport.errors import MissingExtraError, OutputError, UsageError, ZexportError
-from zexport.export.job import TURN_SECONDS, Job, OnProgress, Written, begin, finish, load, write
-from zexport.export.report import ExportReport, Phase, Progress, VerifyMode
+from zexport.export.job import TURN_SECONDS, Job, Written, begin, finish, load, write
+from zexport.export.report import (
+    ExportReport,
+    OnProgress,
+    Phase,
+    Progress,
+    VerifyMode,
+)
 from zexport.optional_deps import to_install
 from zexport.options import Share
 from zexport.storage.client import options_in_use, use_storage_options
@@ -103,8 +107,7 @@ def export_on_cluster(job: Job, max_cores: int, progress: OnProgress | None) -> 
         error.add_note(f"Finished files stay in {job.place.folder}. Run it again to continue.")
         raise
     with job.place.lock(TURN_SECONDS):
-        done = finish(job)
-    return replace(done, nbytes_read=done.nbytes_read + sum(one.nbytes_read for one in written))
+        return finish(job, sum(one.nbytes_read for one in written))
 
 
 def _cores() -> list[int]:

@@ -7,6 +7,7 @@ from enum import Enum
 from functools import partial
 from pathlib import Path
 from threading import Lock
+from typing import TypeAlias
 
 from msgspec import Struct
 
@@ -53,6 +54,11 @@ class Progress(Struct, frozen=True):
     nbytes_resumed: int = 0
 
 
+OnProgress: TypeAlias = Callable[[Progress], None]
+OnBytes: TypeAlias = Callable[[int], None]
+"""Called with a number of bytes."""
+
+
 class Meter:
     """Counts bytes of several threads by phase; calls ``on_progress`` from one thread at a time.
 
@@ -61,7 +67,7 @@ class Meter:
 
     def __init__(
         self,
-        on_progress: Callable[[Progress], None] | None,
+        on_progress: OnProgress | None,
         *,
         reads_again: bool = True,
         to_verify: int = 0,
@@ -85,7 +91,6 @@ class Meter:
         }
 
     def resumed(self, nbytes: int) -> None:
-        """Count bytes of a finished file that is reused."""
         self._resumed += nbytes
 
     def _add(self, phase: Phase, nbytes: int) -> None:

@@ -10,12 +10,12 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from zexport.errors import OutputError
+from zexport.export.checked_reader import WeightReader
 from zexport.export.destination import abandon, destination
 from zexport.export.job import (
     LOCK_SECONDS,
     TURN_SECONDS,
     Job,
-    OnProgress,
     Reader,
     Written,
     begin,
@@ -26,8 +26,12 @@ from zexport.export.job import (
 from zexport.export.overwrite import check_content, is_complete, real_path
 from zexport.export.plan import ExportPlan
 from zexport.export.plan_file import Request, seal, unseal
-from zexport.export.proof import WeightReader
-from zexport.export.report import ExportReport, PartReport, VerifyMode
+from zexport.export.report import (
+    ExportReport,
+    OnProgress,
+    PartReport,
+    VerifyMode,
+)
 from zexport.filenames import MANIFEST_NAME
 from zexport.options import Share, chosen
 from zexport.storage.files import exists, is_file
@@ -71,14 +75,14 @@ def run_export(
             written = write(job, reader=reader)
             if confirm is not None:
                 confirm()
-            done = finish(job)
+            done = finish(job, written.nbytes_read)
         except BaseException as error:  # Ctrl-C too
             with suppress(OSError):
                 if exists(job.place.plan_path) and not job.place.parts_running():
                     abandon(job.place.folder, error)
             raise
     resumed = tuple(one.filename for one in job.sealed.sizes if one.filename not in written.files)
-    return replace(done, nbytes_read=done.nbytes_read + written.nbytes_read, resumed=resumed)
+    return replace(done, resumed=resumed)
 
 
 def export_part(job: Job, share: Share) -> ExportReport | PartReport:
@@ -102,8 +106,7 @@ def export_part(job: Job, share: Share) -> ExportReport | PartReport:
             running = tuple(int(one.partition("/")[0]) for one in work.parts_running())
             missing = job.parts_missing(share.count) or running
             if not missing:
-                done = finish(job)
-                return replace(done, nbytes_read=done.nbytes_read + written.nbytes_read)
+                return finish(job, written.nbytes_read)
     sizes = job.sealed.sizes
     return PartReport(
         out_dir=job.plan.out_dir,

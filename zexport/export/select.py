@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 
 from msgspec import Struct
@@ -19,14 +19,16 @@ from zexport.errors import (
 from zexport.export.base_model import Base, check_plain
 from zexport.export.hub_tensors import to_hub
 from zexport.export.model_class import Model, Ties, is_value_head, tie_as_declared
-from zexport.export.weights import PEFT_PREFIX, Weights
-from zexport.findings import Finding, FindingKind
+from zexport.export.weights import PEFT_PREFIX, Tensors, Weights
+from zexport.findings import Finding, FindingKind, Findings
 from zexport.model.hub_names import (
     Difference,
     Fit,
     HubLayout,
     ModelNames,
+    Names,
     NamesUnknown,
+    Shapes,
     absent,
     as_it_is,
     difference,
@@ -46,24 +48,24 @@ class Selection(Struct, frozen=True):
     """What is written.
 
     Attributes:
-        tensors: every tensor of the model files, by its name there.
-        tied: names that are not written, each to the written name that the model ties it to.
-        label: which of the model's Hub layouts is used; ``None`` if names stay.
+        tensors: every tensor of the model's or adapters' files, by its name in the output.
+        loadable: whether transformers, or peft, loads it without missing or unexpected keys.
         from_base: written names whose weights come from the base model.
+        tied: names that are not written, each to the written name that the model ties it to.
         untied: declared tied weights that are written under both names.
-        loadable: whether transformers is known to load it without missing or unexpected keys.
+        label: which of the model's Hub layouts is used; ``None`` if names stay.
         architecture: the model class, if it is loadable.
     """
 
-    tensors: Mapping[str, StoredTensor]
-    tied: Mapping[str, str]
-    label: str | None
-    from_base: tuple[str, ...]
-    untied: frozenset[str]
+    tensors: Tensors
     loadable: bool
-    architecture: str | None
-    findings: tuple[Finding, ...]
-    warnings: tuple[str, ...]
+    from_base: tuple[str, ...] = ()
+    tied: Mapping[str, str] = {}
+    untied: Set[str] = frozenset()
+    label: str | None = None
+    architecture: str | None = None
+    findings: Findings = ()
+    warnings: Sequence[str] = ()
 
 
 def select(
@@ -82,55 +84,56 @@ def select(
     tag_dir, is_whole = checkpoint.location.tag_dir, not options.exclude_frozen
     findings = _check_shapes(model, options, tag_dir)
     names, stored = in_form(model.weights, model.fit, options)
-    layout, untied, warnings = None, frozenset[str](), list[str]()
+    layout, untied, warnings = None, ties.differing, list[str]()
     if options.layout is not NameLayout.MEMORY:
         if is_adapted(stored):
             names = NamesUnknown("they are those of a model with an adapter")
-        if isinstance(names, ModelNames) and isinstance(model.fit, Fit):
+        if isinstance(names, NamesUnknown):
+            if names.is_contradiction:
+                hint = f"Name it there, or {_KEEP_NAMES}"
+                raise UnsupportedError(names.reason, path=tag_dir, hint=hint)
+            if model.config is not None:
+                warnings.append(f"weight names are not checked against the model: {names.reason}")
+        elif isinstance(model.fit, Fit):
             _check_names(model.fit, stored, options, tag_dir)
             layout = _choose_layout(names, base.shapes, options.hub_layout)
-        elif isinstance(names, NamesUnknown) and names.is_contradiction:
-            hint = f"Name it there, or {_KEEP_NAMES}"
-            raise UnsupportedError(names.reason, path=tag_dir, hint=hint)
-        elif isinstance(names, NamesUnknown) and model.config is not None:
-            warnings.append(f"weight names are not checked against the model: {names.reason}")
+    known = None
     if isinstance(names, ModelNames):
-        untied = ties.differing
         same = {alias: names.tied[alias] for alias in ties.equal}
-        stored = Weights(
-            {name: tensor for name, tensor in stored.tensors.items() if name not in same},
-            {**{a: same.get(n, n) for a, n in stored.aliases.items()}, **same},
-            stored.left_out,
+        stored = replace(
+            stored,
+            tensors={name: one for name, one in stored.tensors.items() if name not in same},
+            aliases={**{a: same.get(n, n) for a, n in stored.aliases.items()}, **same},
         )
-        names = names.without_ties(untied)
+        known = names.without_ties(untied)
     if untied:
         warnings.append(
             f"{some(sorted(untied))}: values differ from the weights that the model ties them "
             "to; both are written, and config.json no longer ties them"
         )
     own = {n: t for n, t in stored.tensors.items() if is_whole or t.role is not Role.FROZEN}
-    wanted = _wanted(checkpoint, names, layout, stored, base) if is_whole else {}
-    filled = _from_base(names, layout, wanted, own, base, tag_dir)
+    wanted = _wanted(checkpoint, known, layout, stored, base) if is_whole else {}
+    filled = _from_base(known, layout, wanted, own, base, tag_dir)
     # With a merged adapter, the checkpoint's weights include those of the base.
     of_base = (tensor for tensor in own.values() if base.tensors.get(tensor.name) is tensor)
     check_plain((*filled.values(), *of_base), base)
     aliases = {a: n for a, n in stored.aliases.items() if n in own or n in wanted}
     shapes = {**{name: tensor.shape for name, tensor in own.items()}, **wanted}
     shapes |= {alias: shapes[name] for alias, name in aliases.items()}
-    is_loadable = isinstance(names, ModelNames) and _is_loadable(names, layout, shapes, aliases)
+    is_loadable = known is not None and _is_loadable(known, layout, shapes, aliases)
     lost = [name for name in stored.names if name not in shapes]
     written, tied = own, aliases
-    if isinstance(names, ModelNames) and layout is not None:
-        lost = [n for n in difference(names, shapes).missing if n not in names.buffers]
+    if known is not None and layout is not None:
+        lost = [n for n in difference(known, shapes).missing if n not in known.buffers]
         if lost and is_whole:
-            raise _mismatch(Difference(tuple(lost)), names, tag_dir)
+            raise _mismatch(Difference(tuple(lost)), known, tag_dir)
         with layout_of(tag_dir):
-            written, tied = _as_saved(own, aliases, names, layout)
+            written, tied = _as_saved(own, aliases, known, layout)
     written = {**written, **filled}
-    if untied and isinstance(names, ModelNames):
+    if known is not None and untied:
         # The config no longer ties anything, so the model's other tied weights are written too.
-        renamed = {} if layout is None else names.names_in(layout)
-        for alias, source in names.tied.items():
+        renamed = {} if layout is None else known.names_in(layout)
+        for alias, source in known.tied.items():
             if (other := renamed.get(source, source)) in written:
                 written.setdefault(renamed.get(alias, alias), written[other])
         tied = {alias: name for alias, name in tied.items() if alias not in written}
@@ -141,14 +144,14 @@ def select(
         )
     return Selection(
         written,
-        tied,
-        None if layout is None else layout.label,
-        tuple(filled),
-        untied,
         is_loadable,
-        names.architecture if is_loadable and isinstance(names, ModelNames) else None,
+        tuple(filled),
+        tied,
+        untied,
+        None if layout is None else layout.label,
+        known.architecture if known is not None and is_loadable else None,
         findings,
-        tuple(warnings),
+        warnings,
     )
 
 
@@ -168,7 +171,7 @@ def _is_loadable(
 
 def in_form(
     stored: Weights, fit: Fit | NamesUnknown, options: ExportOptions
-) -> tuple[ModelNames | NamesUnknown, Weights]:
+) -> tuple[Names, Weights]:
     """Return the model in the form that the checkpoint has, and the weights under its names.
 
     With ``--layout memory``, names keep the prefixes of wrappers.
@@ -181,20 +184,21 @@ def in_form(
 
 
 def is_adapted(stored: Weights) -> bool:
-    """Return whether all names are those of a PEFT model."""
     return all(name.startswith(PEFT_PREFIX) for name in stored.tensors)
 
 
-def _check_shapes(model: Model, options: ExportOptions, tag_dir: Path) -> tuple[Finding, ...]:
+def _check_shapes(model: Model, options: ExportOptions, tag_dir: Path) -> Findings:
     """Return the accepted findings; exchanged dimensions are found by nothing else."""
     fit, shapes, kind = model.fit, model.weights.shapes, FindingKind.SHAPE_MISMATCH
     if isinstance(fit, NamesUnknown):
         return ()
-    names = {fit.prefix + name: fit.names.shapes[name] for name in fit.difference.reshaped}
-    apart = {name: f"{list(shapes[name])} for {list(shape)}" for name, shape in names.items()}
+    apart = {}
+    for name in fit.difference.reshaped:
+        stored = fit.prefix + name
+        apart[stored] = f"{list(shapes[stored])} for {list(fit.names.shapes[name])}"
     if apart and kind not in options.allow:
         raise DamagedCheckpointError(
-            f"shapes of weights are not those of {fit.model.architecture} in config.json",
+            f"shapes of weights are not those of {fit.model.title} in config.json",
             path=tag_dir,
             found=some([f"{name} {details}" for name, details in apart.items()], 8),
             expected="the shapes of config.json",
@@ -226,7 +230,7 @@ def _check_names(fit: Fit, stored: Weights, options: ExportOptions, tag_dir: Pat
         raise _mismatch(found, fit.model, tag_dir)
     if fit.model.refused:
         raise UnsupportedError(
-            f"Hub names of {fit.model.architecture} are unknown, because transformers' conversion "
+            f"Hub names of {fit.model.title} are unknown, because transformers' conversion "
             "cannot be reversed",
             path=tag_dir,
             found=fit.model.refused,
@@ -239,12 +243,12 @@ def _mismatch(found: Difference, names: ModelNames, path: Path) -> NamesMismatch
         "weight names do not fit the model of config.json, which would load incompletely",
         path=path,
         found=str(found),
-        expected=f"in-memory or Hub names of {names.provenance}",
+        expected=f"in-memory or Hub names of {names.title}",
         hint=_CONFIG_HINT,
     )
 
 
-def _choose_layout(names: ModelNames, given: Mapping[str, Shape], label: str | None) -> HubLayout:
+def _choose_layout(names: ModelNames, given: Shapes, label: str | None) -> HubLayout:
     """Return the layout with this label, or the one most like ``given``.
 
     Of equals, the first is transformers' default.
@@ -259,7 +263,7 @@ def _choose_layout(names: ModelNames, given: Mapping[str, Shape], label: str | N
 
 def _wanted(
     checkpoint: TrainingState,
-    names: ModelNames | NamesUnknown,
+    names: ModelNames | None,
     layout: HubLayout | None,
     stored: Weights,
     base: Base,
@@ -270,7 +274,7 @@ def _wanted(
         FrozenLeftOutError: neither config.json nor the base contains their names.
     """
     others = {n for n in stored.shapes.keys() - stored.buffers if not is_value_head(n)}
-    if isinstance(names, ModelNames):
+    if names is not None:
         others = {n for n in others - names.shapes.keys() if not names.ignores(n)}
         if layout is not None or not others:
             lacking = absent(names, stored.shapes) if checkpoint.may_lack_weights else ()
@@ -291,13 +295,13 @@ def _wanted(
 
 
 def _from_base(
-    names: ModelNames | NamesUnknown,
+    names: ModelNames | None,
     layout: HubLayout | None,
     wanted: Mapping[str, Shape | None],
-    own: Mapping[str, StoredTensor],
+    own: Tensors,
     base: Base,
     tag_dir: Path,
-) -> dict[str, StoredTensor]:
+) -> Tensors:
     """Return the tensors that the base supplies, by their names in the output."""
     given, needed = base.tensors, dict(wanted)
     if layout is not None:
@@ -307,7 +311,7 @@ def _from_base(
             if form.sources & wanted.keys() and not form.sources & own.keys()
         }
         needed |= {layout.aliases[n]: shape for n, shape in wanted.items() if n in layout.aliases}
-    elif isinstance(names, ModelNames):
+    elif names is not None:
         for one in names.layouts:
             same = names.names_in(one).items()
             given = {**{memory: given[name] for memory, name in same if name in given}, **given}
@@ -315,12 +319,11 @@ def _from_base(
         check_plain((), base, nowhere)
         raise _frozen_left_out(f"no values for {some(nowhere)}", base, tag_dir)
 
-    filled = {}
-    for name in needed:
-        kept = frozenset[DType]()
-        if layout is not None and isinstance(names, ModelNames) and name in layout.tensors:
-            kept = kept.union(*map(names.kept_in_fp32, layout.tensors[name].sources))
-        filled[name] = replace(given[name], role=Role.FROZEN, fp32_under=kept)
+    filled = {name: given[name] for name in needed}
+    if layout is not None and names is not None:
+        for name in needed.keys() & layout.tensors.keys():
+            kept = map(names.kept_in_fp32, layout.tensors[name].sources)
+            filled[name] = replace(filled[name], fp32_under=frozenset[DType]().union(*kept))
     return filled
 
 
@@ -337,15 +340,14 @@ def _frozen_left_out(found: str, base: Base, tag_dir: Path) -> FrozenLeftOutErro
 
 
 def _as_saved(
-    own: Mapping[str, StoredTensor],
+    own: Tensors,
     aliases: Mapping[str, str],
     names: ModelNames,
     layout: HubLayout,
 ) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Return tensors and tied weights under Hub names."""
     tensors, tied = tie_as_declared(own, aliases, names)
     saved = {
-        name: replace(tensor, fp32_under=kept) if (kept := names.kept_in_fp32(name)) else tensor
+        name: replace(tensor, fp32_under=names.kept_in_fp32(name))
         for name, tensor in tensors.items()
         if name not in names.unsaved
     }

@@ -16,8 +16,8 @@ from blake3 import blake3
 from isal import isal_zlib
 from msgspec import Struct
 
+from zexport.export.checked_reader import WeightReader
 from zexport.export.plan import ExportPlan, FilePlan, TensorPlan
-from zexport.export.proof import WeightReader
 from zexport.ranges.ahead import announced
 from zexport.ranges.cast import Statistics, cast_into, statistics_of
 from zexport.ranges.coverage import Coverage
@@ -41,12 +41,10 @@ class Piece(Struct, frozen=True):
 
     @property
     def offset(self) -> int:
-        """Return its first byte in the file."""
         return self.tensor.offset + self.first * self.tensor.dtype.itemsize
 
     @property
     def window(self) -> tuple[ByteSource, int, int]:
-        """Return the bytes to read."""
         size = self.tensor.stored_dtype.itemsize
         return self.tensor.source, self.first * size, self.last * size
 
@@ -63,7 +61,6 @@ class Chunk(Struct, frozen=True):
         return sum(piece.nbytes for piece in self.pieces)
 
     def part(self, piece: Piece, buffer: memoryview) -> memoryview:
-        """Return the bytes of a piece in the buffer of the chunk."""
         start = piece.offset - self.pieces[0].offset
         return buffer[start : start + piece.nbytes]
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from msgspec import Struct
 
 from zexport.errors import VerificationError, ZexportError
+from zexport.export.checked_reader import WeightReader
 from zexport.export.destination import unedited_files
 from zexport.export.manifest import (
     Manifest,
@@ -20,8 +21,11 @@ from zexport.export.manifest import (
     source_entries,
 )
 from zexport.export.plan import INDEX_FILE, ExportPlan, Origin, TensorPlan
-from zexport.export.proof import WeightReader
-from zexport.export.report import Meter, Progress
+from zexport.export.report import (
+    Meter,
+    OnBytes,
+    OnProgress,
+)
 from zexport.export.stream import stream
 from zexport.export.write import READBACK_THREADS, is_safetensors, read_written
 from zexport.filenames import MANIFEST_NAME
@@ -94,7 +98,7 @@ def verify_export(
     out_dir: Path,
     *,
     plan: ExportPlan | None = None,
-    progress: Callable[[Progress], None] | None = None,
+    progress: OnProgress | None = None,
 ) -> VerifyReport:
     """Return everything that is wrong with an export; every byte is read.
 
@@ -199,7 +203,7 @@ def _unlisted(out_dir: Path, manifest: Manifest) -> tuple[list[Problem], list[st
 
 
 def _compare_files(
-    out_dir: Path, manifest: Manifest, names: Iterable[str], on_bytes: Callable[[int], None]
+    out_dir: Path, manifest: Manifest, names: Iterable[str], on_bytes: OnBytes
 ) -> tuple[list[Problem], int]:
     """Return where these files differ from the manifest, and how many tensors were compared."""
     listed: dict[str, dict[str, TensorEntry]] = {}
@@ -262,7 +266,7 @@ class _Discard(OutputFile):
 
 
 def _compare_checkpoint(
-    plan: ExportPlan, manifest: Manifest, on_bytes: Callable[[int], None]
+    plan: ExportPlan, manifest: Manifest, on_bytes: OnBytes
 ) -> tuple[list[Problem], str]:
     """Return where the checkpoint differs from what was exported, and a conclusion.
 
@@ -314,8 +318,11 @@ def _source_problems(
     for name in sorted(found.keys() | listed.keys()):
         now, then = found.get(name), listed.get(name)
         if then is None:
-            yield Problem("", "", f"source {name} was not read for the export")
+            problem = "was not read for the export"
         elif now is None:
-            yield Problem("", "", f"source {name} is not read any more")
+            problem = "is not read any more"
         elif name not in pruned and (now.nbytes, now.blake3) != (then.nbytes, then.blake3):
-            yield Problem("", "", f"source {name} is not what was read for the export")
+            problem = "is not what was read for the export"
+        else:
+            continue
+        yield Problem("", "", f"source {name} {problem}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from typing import TypeAlias
 
 from msgspec import Struct
 
@@ -16,7 +17,8 @@ from zexport.text import some
 PEFT_PREFIX = "base_model.model."
 """Prefix of a PEFT model's names, in memory and in adapter files."""
 
-Renames = tuple[tuple[str, str], ...]
+Tensors: TypeAlias = Mapping[str, StoredTensor]
+Renames: TypeAlias = tuple[tuple[str, str], ...]
 """Pairs of regex and replacement."""
 
 
@@ -29,7 +31,7 @@ class Weights(Struct, frozen=True):
         left_out: names without values.
     """
 
-    tensors: Mapping[str, StoredTensor]
+    tensors: Tensors
     aliases: Mapping[str, str]
     left_out: tuple[str, ...] = ()
 
@@ -43,13 +45,11 @@ class Weights(Struct, frozen=True):
         return [*self.tensors, *self.aliases, *self.left_out]
 
     @property
-    def every_tensor(self) -> dict[str, StoredTensor]:
-        """The tensor of each name, aliases included."""
+    def every_tensor(self) -> Tensors:
         return {**self.tensors, **{a: self.tensors[n] for a, n in self.aliases.items()}}
 
     @property
     def shapes(self) -> dict[str, Shape]:
-        """The shape of each name that has values."""
         return {name: tensor.shape for name, tensor in self.every_tensor.items()}
 
     @property
@@ -62,7 +62,6 @@ class Weights(Struct, frozen=True):
         return frozenset(n for n, tensor in self.tensors.items() if tensor.role is Role.BUFFER)
 
     def named(self, new: Callable[[str], str]) -> Weights:
-        """Return the weights under new names."""
         return Weights(
             {new(name): tensor for name, tensor in self.tensors.items()},
             {new(alias): new(name) for alias, name in self.aliases.items()},
@@ -77,7 +76,6 @@ class Weights(Struct, frozen=True):
         return self.named(without_inner_wrappers(self.names).__getitem__)
 
     def renamed(self, renames: Renames) -> Weights:
-        """Return the weights after each rename in turn."""
         return self.named(_rename(self.names, renames).__getitem__) if renames else self
 
     def only(self, prefix: str) -> Weights:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
-from blake3 import blake3
-
 from zexport.errors import CheckpointError, OutputError, VerificationError, ZexportError
+from zexport.export.checked_reader import WeightReader
 from zexport.export.journal import Journal, Receipt
 from zexport.export.manifest import FileEntry
 from zexport.export.plan import ExportPlan, FilePlan, SideFile, qualified
-from zexport.export.proof import WeightReader
-from zexport.export.report import Meter, VerifyMode
+from zexport.export.report import Meter, OnBytes, VerifyMode
 from zexport.export.stream import StreamedFile, stream
 from zexport.formats.pickle_values import TensorRef
 from zexport.formats.safetensors import FileTensor, read_header
@@ -143,7 +141,6 @@ def _in_torch_file(path: Path, filename: str) -> Iterator[FileTensor]:
 
 
 def check_opens(path: Path, file: FilePlan) -> None:
-    """Raise unless a file contains exactly the planned tensors."""
     found = read_written(path, file.filename, OutputError)
     planned = {one.name: (one.dtype, one.shape, one.offset) for one in file.tensors}
     if planned != {name: (t.dtype, t.shape, t.offset) for name, t in found.items()}:
@@ -161,7 +158,7 @@ def read_back(
     crc32: int,
     verify: VerifyMode,
     readers: Executor,
-    on_bytes: Callable[[int], None],
+    on_bytes: OnBytes,
 ) -> None:
     """Open a file as its readers do and, depending on ``verify``, read it again.
 
@@ -182,9 +179,8 @@ def still_holds(
     file: FilePlan,
     receipt: Receipt,
     readers: Executor,
-    on_bytes: Callable[[int], None] = lambda _: None,
+    on_bytes: OnBytes = lambda _: None,
 ) -> bool:
-    """Whether a finished file still contains what was written."""
     if is_link(path) or not is_file(path) or version(path).nbytes != file.nbytes:
         return False
     try:
@@ -220,7 +216,7 @@ def write_small(sides: Iterable[SideFile], folder: Path) -> dict[str, FileEntry]
                 check_unchanged(side.origin, side.version, len(content))
         with writing(path):
             write_durably(path, content)
-        entries[side.filename] = FileEntry(len(content), blake3(content).hexdigest())
+        entries[side.filename] = FileEntry.of(content)
     return entries
 
 

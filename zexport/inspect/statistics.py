@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from zexport.checkpoint.state import TrainingState
 from zexport.errors import DamagedCheckpointError, UnsupportedError, ZexportError
-from zexport.export.proof import WeightReader, account
+from zexport.export.checked_reader import WeightReader, account
 from zexport.export.report import Meter, Progress
 from zexport.ranges.ahead import announced
 from zexport.ranges.cast import NUMPY

@@ -138,8 +138,7 @@ class _Cut:
         """Return whether bytes continue the last piece: same tensor, or narrow and of its kind."""
         if last.fill is not fill or number < 0:
             return False
-        small, large = sorted((last.nbytes, nbytes))
-        is_narrow = small < self._narrow and large < 4 * self._narrow
+        is_narrow = max(last.nbytes, nbytes) < self._narrow
         return number == last.last or (number == last.last + 1 and is_narrow)
 
     def pieces(self) -> tuple[Piece, ...]:

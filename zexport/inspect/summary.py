@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import suppress
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 
 from msgspec import Struct
@@ -24,13 +23,12 @@ from zexport.checkpoint.resolve import (
     list_tags,
     locate,
     location_of,
-    recorded_step,
     run_folder,
     runs_in,
 )
 from zexport.checkpoint.state import FileKind, Role, StoredTensor, TrainingState
 from zexport.checkpoint.zero.file_names import rank_files
-from zexport.checkpoint.zero.records import optimizer_states
+from zexport.checkpoint.zero.source import recorded_step
 from zexport.errors import AmbiguousTagError, UnsafeError, ZexportError
 from zexport.export.adapters import adapters_in, find_config, is_peft
 from zexport.export.peft import parse_name
@@ -57,7 +55,7 @@ _WEIGHT_PATTERNS = (
 )
 
 
-class Outcome(Enum):
+class Outcome(StrEnum):
     """Whether an export would succeed, judged by metadata."""
 
     EXPORTABLE = "exportable"
@@ -88,8 +86,8 @@ class TagSummary(Struct, frozen=True):
 
     Attributes:
         nbytes: size of all files in its folder.
-        world_size: number of optimizer states files that it should have.
-        complete: whether the files of all ranks exist.
+        world_size: number of ranks.
+        complete: whether it was opened without problems.
         chosen: whether the summary describes this one.
     """
 
@@ -193,32 +191,23 @@ def inspect_checkpoint(
     *,
     tag: str | None = None,
     follow_symlinks: bool = False,
-    options: Sequence[str] = (),
 ) -> Inspection:
     """Return the summary of a checkpoint; of its data, one scalar per rank file is read.
 
-    ``path`` and ``tag`` are those of ``open_checkpoint``. ``options`` are repeated in the next step
-    if a tag has to be chosen first.
+    ``path`` and ``tag`` are those of ``open_checkpoint``.
     """
     paths = [*map(place, [path] if isinstance(path, Path | str) else path)]
     try:
         checkpoint = open_checkpoint(paths, tag=tag, follow_symlinks=follow_symlinks)
     except AmbiguousTagError as error:
-        if len(paths) > 1:
-            raise AmbiguousTagError(
-                "contains several checkpoints, but is one of several folders",
-                path=error.path,
-                found=error.found,
-                hint="Pass one run, or choose the checkpoint of all folders with --tag",
-            ) from error
         given, holder = absolute(paths[0]), paths[0]
         if error.path is not None and error.path.is_relative_to(given):
             holder = holder / error.path.relative_to(given)  # a folder in it may contain the run
         boundary = Boundary.of(holder, follow=follow_symlinks)
         tags = tuple(_list_tags(run_folder(holder), boundary, opens=True))
-        if tag == NEWEST or not tags or runs_in(holder):
+        if len(paths) > 1 or tag == NEWEST or not tags or runs_in(holder):
             raise
-        return Inspection(holder, tags, _choice(holder, tags, options))
+        return Inspection(holder, tags, _choice(holder, tags))
     with reading(paths[0], hint="Check its permissions"):
         return _inspect(paths, checkpoint, tag)
 
@@ -247,7 +236,7 @@ def _inspect(paths: Sequence[Path], checkpoint: TrainingState, tag: str | None) 
     return Inspection(
         path=paths[0],
         tags=tuple(
-            _chosen_tag(checkpoint) if one.name == location.tag else one
+            _opened_tag(one.name, checkpoint, chosen=True) if one.name == location.tag else one
             for one in _list_tags(location.root, location.boundary)
         ),
         verdict=verdict,
@@ -301,15 +290,14 @@ def _refusal(problems: Sequence[ZexportError]) -> Verdict:
     )
 
 
-def _choice(path: Path, tags: Sequence[TagSummary], options: Sequence[str]) -> Verdict:
+def _choice(path: Path, tags: Sequence[TagSummary]) -> Verdict:
     name = "NAME"
     if are_of_one_run(tag.name for tag in tags):
         name = next((tag for tag in reversed(tags) if tag.complete), tags[-1]).name
-    words = ["zexport", "inspect", str(path), "--tag", name, *options]
     return Verdict(
         Outcome.CHOOSE_TAG,
         f"{len(tags)} checkpoints, and no `latest` that names one",
-        " ".join(map(shell_word, words)),
+        f"zexport inspect {shell_word(path)} --tag {shell_word(name)}",
     )
 
 
@@ -319,62 +307,42 @@ def _choice(path: Path, tags: Sequence[TagSummary], options: Sequence[str]) -> V
 def _list_tags(root: Path, boundary: Boundary, *, opens: bool = False) -> Iterator[TagSummary]:
     """Yield the tags of a folder and the checkpoints of its run, newest last.
 
-    Only the newest ``READ_MAX`` are looked into. With ``opens``, ``complete`` is whether
-    ``--tag newest`` would take it; otherwise, whether all rank files exist.
+    Only the newest ``READ_MAX`` are looked into, and only with ``opens`` is it known whether they
+    are complete.
     """
     candidates = list_candidates(root, boundary) or [
         Candidate(name, root / name / list_tags(root / name)[-1], None)
         for name in list_run_checkpoints(root)
     ]
     for index, one in enumerate(candidates, start=READ_MAX - len(candidates)):
-        is_read, step = index >= 0, one.step
-        try:
+        summary = TagSummary(one.name, one.step)
+        with suppress(ZexportError):  # opening this tag reports what is wrong
             if one.tag_dir.parent == root:
                 location = location_of(one.tag_dir, TagChoice.NEWEST, boundary)
             else:
                 location = locate(one.tag_dir.parent, follow_symlinks=boundary.follow)
-                step = recorded_step(location.tag_dir, boundary) if is_read else None
             with reading(location.tag_dir):
-                summary = _tag_summary(one.name, step, location, is_read=is_read)
-                if opens and is_read and summary.complete is not False:
-                    summary = replace(summary, complete=not open_locations([location]).problems)
-        except ZexportError:  # opening this tag reports what is wrong
-            summary = TagSummary(one.name, step)
+                files = rank_files(location.tag_dir)
+                optimizers = sum(file.kind is FileKind.OPTIMIZER for file in files)
+                summary = TagSummary(one.name, one.step, optimizer_files=optimizers)
+                if index >= 0:
+                    step = recorded_step(location.tag_dir, boundary)
+                    summary = replace(summary, step=step, nbytes=_folder_nbytes(location))
+                if index >= 0 and opens:
+                    summary = _opened_tag(one.name, open_locations([location]))
         yield summary
 
 
-def _tag_summary(name: str, step: int | None, location: Location, *, is_read: bool) -> TagSummary:
-    files = [file for file in rank_files(location.tag_dir) if file.mp == 0]
-    optimizers = [file for file in files if file.kind is FileKind.OPTIMIZER]
-    summary = TagSummary(name, step, optimizer_files=len(optimizers))
-    if not (is_read and all(location.boundary.holds(file.path) for file in files)):
-        return summary
-    summary = replace(summary, nbytes=_folder_nbytes(location))
-    world_size = None
-    if optimizers:
-        with suppress(ZexportError):  # opening this tag reports what is wrong
-            counts = optimizer_states(read_torch_file(optimizers[0].path)).partition_counts
-            world_size = max(counts, default=None)
-    if world_size is None:
-        return summary
-    found = {(file.kind, file.rank) for file in files if file.rank < world_size}
-    ranks = Counter(kind for kind, _ in found)
-    has_model = ranks[FileKind.MODEL] > 0 or ranks[FileKind.MODEL_PER_RANK] == world_size
-    is_complete = has_model and ranks[FileKind.OPTIMIZER] == world_size
-    return replace(summary, world_size=world_size, complete=is_complete)
-
-
-def _chosen_tag(checkpoint: TrainingState) -> TagSummary:
-    optimizers = sum(file.kind is FileKind.OPTIMIZER for file in checkpoint.files)
-    is_missing = bool(checkpoint.missing_ranks or checkpoint.missing_model_ranks)
+def _opened_tag(name: str, state: TrainingState, *, chosen: bool = False) -> TagSummary:
+    optimizers = sum(file.kind is FileKind.OPTIMIZER for file in state.files)
     return TagSummary(
-        name=checkpoint.location.tag,
-        step=checkpoint.global_steps,
-        nbytes=_folder_nbytes(checkpoint.location),
+        name=name,
+        step=state.global_steps,
+        nbytes=_folder_nbytes(state.location),
         optimizer_files=optimizers,
-        world_size=checkpoint.world_size if optimizers else None,
-        complete=not is_missing if optimizers else None,
-        chosen=True,
+        world_size=state.world_size if optimizers else None,
+        complete=not state.problems if optimizers else None,
+        chosen=chosen,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from msgspec import Struct
@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from zexport.model.hub_names import Fit, Stored
 from zexport.ranges.dtypes import DType
-from zexport.storage.json import Json, JsonObject, as_table, several
+from zexport.storage.json import Json, JsonObject, JsonTable, as_table, several
 
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 """transformers 5 writes the first; transformers 4 wrote the second, which older engines read."""
@@ -36,7 +36,7 @@ class ConfigFile(Struct, frozen=True):
     """A ``config.json``: its path, its content, and what was changed in that, in words."""
 
     path: Path
-    content: Mapping[str, Json]
+    content: JsonTable
     changes: tuple[str, ...] = ()
 
     @property
@@ -56,6 +56,9 @@ class ConfigFile(Struct, frozen=True):
         if key == "num_labels" and isinstance(labels, dict):
             return [len(labels)]
         return [table[key] for table in self.tables.values() if key in table]
+
+    def changed(self, change: str, content: JsonTable) -> ConfigFile:
+        return ConfigFile(self.path, content, (*self.changes, change))
 
     def serialized(self) -> bytes:
         """Return the content as JSON; equal content gives equal bytes."""
@@ -78,21 +81,20 @@ class ConfigFile(Struct, frozen=True):
         else:
             inner = {name: {**table, key: size} for name, table in self.tables.items() if name}
             content |= inner | ({key: size} if key in content or not inner else {})
-        return replace(self, content=content, changes=(*self.changes, change))
+        return self.changed(change, content)
 
     def with_architecture(self, name: str | None) -> ConfigFile:
         if name is None:
             return replace(self, content=_without(self.content, "architectures"))
         change = f"architectures is {name}, from the weights (was {', '.join(self.architectures)})"
-        content = {**self.content, "architectures": [name]}
-        return replace(self, content=content, changes=(*self.changes, change))
+        return self.changed(change, {**self.content, "architectures": [name]})
 
     def without_quantization(self) -> ConfigFile:
         content = _edited(self.content, lambda table: _without(table, *QUANTIZATION_KEYS))
         if content == self.content:
             return self
         change = "quantization settings are removed, because the weights are not quantized"
-        return replace(self, content=content, changes=(*self.changes, change))
+        return self.changed(change, content)
 
     def edited(self, dtype: DType, architecture: str | None, *, is_untied: bool) -> bytes:
         """Return the new content of the file; all other keys keep their place and value."""
@@ -110,17 +112,15 @@ class ConfigFile(Struct, frozen=True):
         return _json_bytes(content)
 
 
-def _as_list(content: Mapping[str, Json], architectures: tuple[str, ...]) -> JsonObject:
+def _as_list(content: JsonTable, architectures: tuple[str, ...]) -> JsonObject:
     return {**content, "architectures": list(architectures)} if architectures else dict(content)
 
 
-def _without(content: Mapping[str, Json], *keys: str) -> JsonObject:
+def _without(content: JsonTable, *keys: str) -> JsonObject:
     return {key: value for key, value in content.items() if key not in keys}
 
 
-def _edited(
-    table: Mapping[str, Json], edit: Callable[[Mapping[str, Json]], JsonObject]
-) -> JsonObject:
+def _edited(table: JsonTable, edit: Callable[[JsonTable], JsonObject]) -> JsonObject:
     """Return a config with ``edit`` applied to it and to the configs of its sub-models."""
     return {
         key: _edited(value, edit) if isinstance(value, dict) and _is_config(key, value) else value
@@ -179,9 +179,7 @@ Source: transformers 5.23, ``configuration_*.py`` of every model.
 """
 
 
-def differences(
-    one: Mapping[str, Json], other: Mapping[str, Json]
-) -> Iterator[tuple[str, Json, Json]]:
+def differences(one: JsonTable, other: JsonTable) -> Iterator[tuple[str, Json, Json]]:
     """Yield keys with both values in which two configs of one model contradict each other.
 
     If one is of a whole model and the other of its language model, that part is compared.
@@ -200,23 +198,21 @@ def differences(
         yield from _differing(f"{key}.", inner[key], others[key])
 
 
-def _differing(
-    prefix: str, one: Mapping[str, Json], other: Mapping[str, Json]
-) -> Iterator[tuple[str, Json, Json]]:
+def _differing(prefix: str, one: JsonTable, other: JsonTable) -> Iterator[tuple[str, Json, Json]]:
     for key in sorted(filter(re.compile(_BUILT).fullmatch, one.keys() & other.keys())):
         ours, theirs = _value(one, key), _value(other, key)
         if None not in (ours, theirs) and ours != theirs:
             yield prefix + key, ours, theirs
 
 
-def _value(table: Mapping[str, Json], key: str) -> Json:
+def _value(table: JsonTable, key: str) -> Json:
     """Return the value of a key; ``null`` turns off a sliding window or softcapping."""
     is_unused = key == "sliding_window" and table.get("use_sliding_window") is False
     is_off = table[key] is None and (key == "sliding_window" or key.endswith("_softcapping"))
     return "null" if is_unused or is_off else table[key]
 
 
-def _parts(content: Mapping[str, Json]) -> dict[str, JsonObject]:
+def _parts(content: JsonTable) -> dict[str, JsonObject]:
     return {
         key: one for key, one in content.items() if isinstance(one, dict) and _is_config(key, one)
     }

@@ -25,7 +25,7 @@ from zexport.storage.files import (
     real,
     same_bytes,
 )
-from zexport.storage.json import Json, as_table, read_json_object, several
+from zexport.storage.json import Json, JsonTable, as_table, read_json_object, several
 from zexport.storage.symlink_policy import Boundary
 from zexport.text import some
 
@@ -80,20 +80,22 @@ class HfFiles(Struct, frozen=True):
         source: the sidecar that ``zexport train`` writes.
         copied: all other files, by their name in the output.
         missing: what no folder has, in words.
-        above: the folder above the checkpoint.
         own: the folders of the checkpoint, one for each node.
         base_card: the metadata of the base's model card.
     """
 
     config: ConfigFile | None
-    source: Mapping[str, Json] | None
+    source: JsonTable | None
     copied: Files
     missing: tuple[str, ...]
-    above: Path
     own: tuple[Path, ...]
     base: Path | None = None
     base_config: ConfigFile | None = None
     base_card: str = ""
+
+    @property
+    def above(self) -> Path:
+        return self.own[0].parent
 
     @property
     def files(self) -> Files:
@@ -151,7 +153,6 @@ def find_hf_files(
         read_json_object(source) if is_file(source) else None,
         copied,
         tuple(what for what, is_missing in lacks.items() if is_missing),
-        above=root.parent,
         own=tuple(own),
         base=None if base is None else real(base),
         base_config=_find_config(given, within, root),
@@ -205,7 +206,6 @@ def affects_model(name: str) -> bool:
 
 
 def _card_metadata(path: Path) -> str:
-    """Return the lines between the first two ``---`` of a model card."""
     if not is_file(path):
         return ""
     found = re.match(_FRONT_MATTER, read_range(path, 0, _CARD_NBYTES_MAX).decode(errors="replace"))
@@ -226,7 +226,7 @@ def _find_config(
     return None
 
 
-def _json_or_nothing(path: Path) -> Mapping[str, Json]:
+def _json_or_nothing(path: Path) -> JsonTable:
     try:
         return read_json_object(path)
     except DamagedCheckpointError:
@@ -274,7 +274,7 @@ def _configs_of(files: Files) -> list[tuple[str, Path]]:
     return [(name, files[name]) for name in names if name in files]
 
 
-def _modules_named(content: Mapping[str, Json]) -> set[str]:
+def _modules_named(content: JsonTable) -> set[str]:
     """Return the modules in its folder that a config names, in ``auto_map`` or as a pipeline.
 
     Source: transformers 5.23, ``dynamic_module_utils.py`` (``get_class_from_dynamic_module``): a
@@ -289,7 +289,7 @@ def _modules_named(content: Mapping[str, Json]) -> set[str]:
     return {module for module in modules if re.fullmatch(r"\w+", module)}
 
 
-def _code(folder: Path, config: Mapping[str, Json]) -> dict[str, Path]:
+def _code(folder: Path, config: JsonTable) -> dict[str, Path]:
     """Return the modules in ``folder`` that a config names and all that they import, by name."""
     found: dict[str, Path] = {}
     waiting = sorted(f"{module}.py" for module in _modules_named(config))

@@ -7,7 +7,7 @@ of layouts is from ``zexport.model.conversion`` or a checkpoint's sidecar: its n
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from functools import cached_property, lru_cache
 from typing import Annotated, TypeAlias
 
@@ -19,6 +19,8 @@ from zexport.ranges.dtypes import DType, Shape
 from zexport.ranges.source import row_major
 from zexport.storage.json import Natural
 from zexport.text import some
+
+Shapes: TypeAlias = Mapping[str, Shape]
 
 
 class Box(Struct, frozen=True):
@@ -48,7 +50,7 @@ class HubTensor(Struct, frozen=True):
         names = ({one} if isinstance(one, str) else one.sources for one in sources)
         return frozenset[str]().union(*names)
 
-    def is_all_of(self, shapes: Mapping[str, Shape]) -> str | None:
+    def is_all_of(self, shapes: Shapes) -> str | None:
         """Return the name in memory of the tensor that this is unchanged, or ``None``."""
         box = self.boxes[0] if len(self.boxes) == 1 else None
         if box is None or not isinstance(box.source, str) or shapes.get(box.source) != self.shape:
@@ -110,7 +112,7 @@ class StoredLayout(Struct, frozen=True):
     tensors: Mapping[str, _Entry]
     aliases: Mapping[str, str] = field(default_factory=dict)
 
-    def unfolded(self, shapes: Mapping[str, Shape]) -> HubLayout:
+    def unfolded(self, shapes: Shapes) -> HubLayout:
         """Return the layout of a model whose tensors in memory have these shapes.
 
         Raises:
@@ -165,7 +167,6 @@ class ModelNames(Struct, frozen=True, dict=True):
         buffers: which of them are buffers.
         tied: alias to source, as the class declares it.
         layouts: the ways to save it, the default of transformers first.
-        provenance: where the names come from, in words.
         unsaved: names that ``save_pretrained`` leaves out.
         keep_fp32: for a dtype, what transformers leaves in float32 when it loads in it.
         refused: why ``layouts`` are not known.
@@ -176,11 +177,10 @@ class ModelNames(Struct, frozen=True, dict=True):
     """
 
     architecture: str | None
-    shapes: Mapping[str, Shape]
+    shapes: Shapes
     buffers: frozenset[str]
     tied: Mapping[str, str]
     layouts: tuple[HubLayout, ...] = field(default=(), name="unfolded_layouts")
-    provenance: str = ""
     unsaved: frozenset[str] = frozenset()
     keep_fp32: Mapping[str, frozenset[str]] = field(default_factory=dict)
     refused: str = ""
@@ -190,12 +190,15 @@ class ModelNames(Struct, frozen=True, dict=True):
     sizes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     @property
+    def title(self) -> str:
+        return self.architecture or "the model"
+
+    @property
     def all_names(self) -> frozenset[str]:
         return frozenset(self.shapes).union(*(layout.tensors for layout in self.layouts))
 
     @cached_property
     def hub_is_memory(self) -> bool:
-        """Whether there is one layout, and it has the names in memory."""
         return len(self.layouts) == 1 and all(
             tensor.is_all_of(self.shapes) == name
             for name, tensor in self.layouts[0].tensors.items()
@@ -235,7 +238,7 @@ class ModelNames(Struct, frozen=True, dict=True):
         tensors = {name: whole(name, shapes[name]) for name in layout.tensors}
         return replace(self, shapes=shapes, layouts=(replace(layout, tensors=tensors),))
 
-    def without_ties(self, aliases: frozenset[str]) -> ModelNames:
+    def without_ties(self, aliases: Set[str]) -> ModelNames:
         """Return the same without declared ties whose values differ, which transformers unties."""
         return replace(self, tied={a: s for a, s in self.tied.items() if a not in aliases})
 
@@ -275,8 +278,10 @@ class NamesUnknown(Struct, frozen=True):
     is_contradiction: bool = False
 
 
-def as_it_is(shapes: Mapping[str, Shape], tied: Iterable[str] = ()) -> HubLayout:
-    """Return the layout of a model that is saved as in memory."""
+Names: TypeAlias = ModelNames | NamesUnknown
+
+
+def as_it_is(shapes: Shapes, tied: Iterable[str] = ()) -> HubLayout:
     return HubLayout("", {n: whole(n, shape) for n, shape in shapes.items()}, {a: a for a in tied})
 
 

@@ -17,13 +17,21 @@ from msgspec import Raw, Struct
 from msgspec.structs import replace
 
 from zexport.errors import MissingExtraError
-from zexport.filenames import SOURCE_SIDECAR
 from zexport.model.config import ConfigFile
-from zexport.model.hub_names import Fit, ModelNames, NamesUnknown, Stored, StoredLayout, best_fit
+from zexport.model.hub_names import (
+    Fit,
+    ModelNames,
+    Names,
+    NamesUnknown,
+    Stored,
+    StoredLayout,
+    as_it_is,
+    best_fit,
+)
 from zexport.optional_deps import HUB_WANTED, installed, lack_for_names, to_have_names
-from zexport.storage.files import exists, matching, read_regular, write_durably
-from zexport.storage.json import Json, as_table
-from zexport.storage.location import cache_folder, home
+from zexport.storage.files import matching, read_regular, write_durably
+from zexport.storage.json import JsonTable, as_table
+from zexport.storage.location import cache_folder
 
 if TYPE_CHECKING:
     import subprocess
@@ -42,8 +50,6 @@ FAILED = 4
 
 ANSWER = b"\nzexport answers: "
 """Precedes the answer on stdout; before it is what libraries print while they are imported."""
-
-_ERROR = re.compile(r"\w+(Error|Exception|Interrupt|Exit)\b.*")
 
 
 class _Layouts(Struct, frozen=True):
@@ -67,15 +73,20 @@ def _decode_names(description: bytes | Raw) -> ModelNames:
 class Learner:
     """Learns the names of models, of each config once.
 
-    ``zexport train`` writes them to a sidecar (``source``); otherwise transformers is asked.
+    ``zexport train`` writes them to a sidecar (``source``); otherwise transformers or the cache is
+    asked. If transformers cannot be asked, an answer for another version is used. If there is none,
+    names that are needed are an error; otherwise they are unknown, and ``lacked`` is the reason.
     """
 
-    def __init__(self, source: Mapping[str, Json] | None, transformers: NamesClient) -> None:
+    def __init__(self, source: JsonTable | None = None, *, are_needed: bool = True) -> None:
+        self.lacked = ""
+        self._are_needed = are_needed
+        self._lack = lack_for_names()
+        self._version = "" if self._lack else installed("transformers") or ""
         self._recorded = None if source is None else _from_source_sidecar(source)
-        self._transformers = transformers
         self._answers: dict[bytes, list[ModelNames] | NamesUnknown] = {}
 
-    def names(self, config: ConfigFile | None, stored: Stored) -> ModelNames | NamesUnknown:
+    def names(self, config: ConfigFile | None, stored: Stored) -> Names:
         """Return the names of a config's model; without an architecture, the class that fits."""
         if self._recorded is not None:
             return self._recorded
@@ -115,72 +126,16 @@ class Learner:
     def _candidates(self, config: ConfigFile) -> list[ModelNames] | NamesUnknown:
         content = config.serialized()
         if content not in self._answers:
-            version, answer = self._transformers.describe(content)
-            self._answers[content] = [
-                replace(names, provenance=f"{names.architecture} of transformers {version}")
-                for names in map(_decode_names, answer.candidates)
-            ] or NamesUnknown(answer.error)
+            answer = self._describe(content)
+            names = [*map(_decode_names, answer.candidates)]
+            self._answers[content] = names or NamesUnknown(answer.error)
         return self._answers[content]
 
-
-def _closest(candidates: list[ModelNames], stored: Stored) -> ModelNames | None:
-    """Return the only class whose names differ least from ``stored``; equal classes are one.
-
-    Names count before shapes, which depend on sizes that training changes.
-    """
-    fits = [(names, best_fit(names, stored).difference) for names in candidates]
-    named = [one for one in fits if one[1].misnamed == min(found.misnamed for _, found in fits)]
-    least = [names for names, found in named if found.count == min(f.count for _, f in named)]
-    if len(named) == 1:
-        return least[0]
-    first, *others = [replace(o, architecture=None, provenance="", other_type="") for o in least]
-    return replace(least[0], architecture=None) if all(o == first for o in others) else None
-
-
-def _from_source_sidecar(source: Mapping[str, Json]) -> ModelNames | None:
-    """Return the names in ``zexport_source.json``, or ``None`` if it has none of a whole model."""
-    if source.get("adapter"):
-        return None
-    try:
-        model = source.get("model") or _described_by_tensors(source)
-        names = _decode_names(msgspec.json.encode(model))
-    except (LookupError, ValueError):
-        return None
-    return replace(names, provenance=SOURCE_SIDECAR, ignored=())  # its patterns are not trusted
-
-
-def _described_by_tensors(source: Mapping[str, Json]) -> Mapping[str, Json]:
-    """Return the description in a file of zexport's first versions: Hub names, if in memory."""
-    tensors = as_table(source.get("tensors"))
-    tied = {alias: str(name) for alias, name in as_table(source.get("tied")).items()}
-    shapes = {name: as_table(one).get("shape") for name, one in tensors.items()}
-    numbers: Json = {name: number for number, name in enumerate(shapes)}
-    layout: Json = {"label": "", "sources": [*shapes], "parts": [], "tensors": numbers}
-    if not source.get("names_match_memory"):
-        raise ValueError("in-memory names are missing")
-    shapes |= {alias: shapes[name] for alias, name in tied.items()}
-    kept = {key: source.get(key) for key in ("architecture", "tied", "buffers")}
-    return {**kept, "shapes": shapes, "layouts": [layout]}
-
-
-class NamesClient:
-    """Asks transformers, or the cache.
-
-    If transformers cannot be asked, an answer for another version is used. If there is none, names
-    that are needed are an error; otherwise they are unknown, and ``lacked`` is the reason.
-    """
-
-    def __init__(self, *, are_needed: bool = True) -> None:
-        self.lacked = ""
-        self._are_needed = are_needed
-        self._lack = lack_for_names()
-        self._version = "" if self._lack else installed("transformers") or ""
-
-    def describe(self, config: bytes) -> tuple[str, _Answer]:
-        """Return the version of transformers that answers, and the answer."""
-        for version, path in _cached(config, self._version):
+    def _describe(self, config: bytes) -> _Answer:
+        """Return the answer of transformers or the cache."""
+        for path in _cached(config, self._version):
             if (known := _read_cache(path)) is not None:
-                return version, known
+                return known
         if not self._lack:
             _log.info("Asking transformers for the names of this model, once for each config")
             import subprocess  # noqa: PLC0415 - most exports ask nothing
@@ -196,10 +151,10 @@ class NamesClient:
             if done.returncode == 0:
                 content = done.stdout.rpartition(ANSWER)[2]
                 _write_cache(config, self._version, content)
-                return self._version, msgspec.json.decode(content, type=_Answer)
+                return msgspec.json.decode(content, type=_Answer)
             reason = _KILLED.get(done.returncode) or _last_error(done)
             if done.returncode in (FAILED, *_KILLED):
-                return self._version, _Answer(error=f"transformers failed: {reason}")
+                return _Answer(error=f"transformers failed: {reason}")
             self._lack = f"transformers {self._version}, but {reason}"
         if self._are_needed:
             raise MissingExtraError(
@@ -209,31 +164,74 @@ class NamesClient:
                 hint=f"{to_have_names()}; or keep the names in memory, with --layout memory",
             )
         self.lacked = self._lack
-        return "", _Answer(error=f"transformers cannot be asked: {self._lack}")
+        return _Answer(error=f"transformers cannot be asked: {self._lack}")
+
+
+def _closest(candidates: list[ModelNames], stored: Stored) -> ModelNames | None:
+    """Return the only class whose names differ least from ``stored``; equal classes are one.
+
+    Names count before shapes, which depend on sizes that training changes.
+    """
+    fits = [(names, best_fit(names, stored).difference) for names in candidates]
+    named = [one for one in fits if one[1].misnamed == min(found.misnamed for _, found in fits)]
+    least = [names for names, found in named if found.count == min(f.count for _, f in named)]
+    if len(named) == 1:
+        return least[0]
+    first, *others = [replace(o, architecture=None, other_type="") for o in least]
+    return replace(least[0], architecture=None) if all(o == first for o in others) else None
+
+
+def _from_source_sidecar(source: JsonTable) -> ModelNames | None:
+    """Return the names in ``zexport_source.json``, or ``None`` if it has none of a whole model."""
+    if source.get("adapter"):
+        return None
+    try:
+        if model := source.get("model"):
+            names = _decode_names(msgspec.json.encode(model))
+        else:
+            names = _described_by_tensors(source)
+    except (LookupError, ValueError):
+        return None
+    return replace(names, ignored=())  # its patterns are not trusted
+
+
+def _described_by_tensors(source: JsonTable) -> ModelNames:
+    """Return the names in a file of zexport's first versions: Hub names, if in memory."""
+    if not source.get("names_match_memory"):
+        raise ValueError("in-memory names are missing")
+    tensors = as_table(source.get("tensors"))
+    described = {key: source.get(key) for key in ("architecture", "tied", "buffers")}
+    described["shapes"] = {name: as_table(one).get("shape") for name, one in tensors.items()}
+    names = msgspec.convert(described, ModelNames)
+    shapes = {alias: names.shapes[name] for alias, name in names.tied.items()}
+    return replace(names, shapes={**names.shapes, **shapes}, layouts=(as_it_is(names.shapes),))
 
 
 def _last_error(done: subprocess.CompletedProcess[bytes]) -> str:
-    lines = [line.strip() for line in done.stderr.decode(errors="replace").splitlines()]
-    last = next(filter(_ERROR.match, reversed(lines)), "".join(lines[-1:]))
+    *_, last = ["", *done.stderr.decode(errors="replace").strip().splitlines()]
     return last[:_MESSAGE_LENGTH_MAX] or f"the process exited with {done.returncode}"
 
 
 def _cache_path(config: bytes, version: str) -> Path:
-    """Return where the answer of a version is cached; raise unless the user has a home folder."""
-    cache, own = cache_folder(), home()
-    if own is not None and cache.is_relative_to(own) and not exists(own):
-        raise FileNotFoundError(f"no folder {own}")
-    return cache / "zexport" / f"names-{_SCHEMA}-{_digest(config)}-transformers-{version}.json"
+    return (
+        cache_folder()
+        / "zexport"
+        / f"names-{_SCHEMA}-{_digest(config)}-transformers-{version}.json"
+    )
 
 
-def _cached(config: bytes, version: str) -> list[tuple[str, Path]]:
+def _cached(config: bytes, version: str) -> list[Path]:
     """Return the cached answers of a version; without one, of any, the newest first."""
     try:
         pattern = _cache_path(config, version or "*")
     except (OSError, RuntimeError):
         return []
-    found = [(p.stem.split("-", 4)[4], p) for p in matching(pattern.parent, pattern.name)]
-    return sorted(found, key=lambda one: [*map(int, re.findall(r"\d+", one[0]))], reverse=True)
+
+    return sorted(
+        matching(pattern.parent, pattern.name),
+        key=lambda path: [*map(int, re.findall(r"\d+", path.stem.rpartition("-")[2]))],
+        reverse=True,
+    )
 
 
 def _read_cache(path: Path) -> _Answer | None:

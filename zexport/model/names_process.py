@@ -148,7 +148,6 @@ def _other_type(model_class: Any, config_class: Any) -> str:
 
 
 def _in_tables(model_type: str) -> list[str]:
-    """Return the classes that transformers lists for a model type."""
     listed = [
         table.get(model_type, ())
         for name, table in vars(modeling_auto).items()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import TypedDict
 
@@ -15,7 +15,7 @@ from zexport.filenames import ADDED, CONFIG, GENERATION_CONFIG, TOKENIZER
 from zexport.model.config import ConfigFile
 from zexport.model.hf_files import Files
 from zexport.storage.files import read_regular
-from zexport.storage.json import Json, read_json_object, several
+from zexport.storage.json import JsonTable, read_json_object, several
 
 ADDED_TOKENS, _VOCABULARY = "added tokens up to", "vocabulary up to"
 _NBYTES_MAX = 64 << 20
@@ -62,7 +62,7 @@ def config_ids(config: ConfigFile | None) -> Iterator[TokenId]:
         yield from _named(table, CONFIG)
 
 
-def _named(content: Mapping[str, Json], by: str) -> Iterator[TokenId]:
+def _named(content: JsonTable, by: str) -> Iterator[TokenId]:
     for key, value in content.items():
         if ids := [one for one in several(value) if type(one) is int and _IDS.fullmatch(key)]:
             yield TokenId(key, max(ids), by)

@@ -85,7 +85,6 @@ def summary(report: DiffReport) -> str:
 
 
 def label(tensor: TensorDiff) -> str:
-    """Return the result for one tensor in a few words."""
     if tensor.outcome in _LABELS:
         return _LABELS[tensor.outcome]
     if (rounding := tensor.rounding) is not None:
@@ -113,7 +112,6 @@ def relative(one: ModuleDiff | PairValues) -> str:
 
 
 def cells(tensor: TensorDiff) -> tuple[str, ...]:
-    """Return the cells of ``COLUMNS``."""
     values, details = tensor.values, []
     if values is not None and values.unequal:
         if values.nan_in_one:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from msgspec import structs
@@ -25,7 +25,7 @@ from zexport.report.text import (
 from zexport.text import some
 
 if TYPE_CHECKING:
-    from zexport.export.plan import Form, Origin, PlanSummary
+    from zexport.export.plan import Form, Origin, PlanSummary, SideFile
     from zexport.export.report import ExportReport, PartReport
     from zexport.export.verify import VerifyReport
 
@@ -33,7 +33,6 @@ _SHARDS_SHOWN = 20
 _PROBLEMS_SHOWN = 20
 _SPEED_NBYTES_MIN = 10**8
 """A smaller export spends its time elsewhere than on reading and writing."""
-_NAMES_WIDTH = 66
 _VERIFIED = {
     "readback": "every file was reread and compared",
     "disk": "every file was reread from disk and compared",
@@ -45,7 +44,7 @@ _NAMES = {"hub": "Hub", "memory": "in-memory", "peft": "PEFT"}
 def print_plan(
     console: Console,
     plan: PlanSummary,
-    side_nbytes: Mapping[str, int],
+    sides: Sequence[SideFile],
     *,
     quiet: bool = False,
     target: str = "",
@@ -53,29 +52,25 @@ def print_plan(
     """Print a plan; ``target`` describes the ranks of a resharded checkpoint."""
     _print_title(console, f"Plan for {near(plan.out_dir)} (nothing is written)", plan, "bold")
     unit = _unit(plan.form)
-    compared = ""
-    if isinstance(plan.nbytes_compared, int):
-        compared = f"{size(plan.nbytes_compared)} read to compare weights"
+    compared = plan.nbytes_compared
     print_facts(
         console,
         (
             (unit, f"{plan.tensors:,}, {target or _form(plan.form)}"),
             ("Base model", str(plan.base or "")),
             ("Reads", f"{size(plan.nbytes_to_read)} of {plural(len(plan.sources), 'file')}"),
-            ("Compared", compared),
-            ("Writes", size(plan.nbytes_to_write + sum(side_nbytes.values()))),
+            ("Compared", f"{size(compared)} read to compare weights" if compared else ""),
+            ("Writes", size(plan.nbytes_to_write + sum(one.nbytes for one in sides))),
             ("Memory", f"up to {size(plan.memory_nbytes)} ({plural(plan.jobs, 'worker')})"),
             ("Time", f"about {duration(plan.seconds_at_1_gb_per_s)} at 1 GB/s"),
             ("Replaces", "the existing folder" if plan.overwrite else ""),
         ),
     )
-    hidden = plan.files[_SHARDS_SHOWN:]
     rows = [(f.name, size(f.nbytes), f"{f.tensors:,}") for f in plan.files[:_SHARDS_SHOWN]]
-    if hidden:
-        rows.append((f"and {len(hidden):,} more", size(sum(file.nbytes for file in hidden)), ""))
-    rows += [(name, size(side_nbytes[name]), "") for name in plan.side_files]
+    rows += [(one.filename, size(one.nbytes), "") for one in sides]
     rows.append(("zexport_manifest.json", "", ""))
     print_table(console, ("File", ">Size", f">{unit}"), rows, "Files")
+    print_rest(console, len(plan.files) - _SHARDS_SHOWN, "--json", "more shards")
     print_findings(console, "Findings", plan.findings)
     print_list(console, "Warnings", plan.warnings, "bold yellow")
     print_list(console, "Notes", () if quiet else plan.notes)
@@ -96,7 +91,7 @@ def print_export(console: Console, report: ExportReport, *, target: str = "") ->
             (_unit(report.form), f"{report.tensors:,}, {target or _form(report.form)}"),
             ("Base model", str(report.base or "")),
             ("Left out", left_out),
-            ("Files", _files(report.files)),
+            ("Files", f"{len(report.files):,}: {some(report.files, 3)}"),
             ("Resumed", f"{len(report.resumed):,} files" if report.resumed else ""),
             ("Read", size(report.nbytes_read)),
             ("Written", size(report.nbytes_written)),
@@ -111,9 +106,12 @@ def print_export(console: Console, report: ExportReport, *, target: str = "") ->
 def print_part(console: Console, report: PartReport) -> None:
     out, part = near(report.out_dir), f"part {report.part}/{report.parts}"
     origin = _near(report.origin)
-    if report.missing or report.nbytes_written:
+    is_written = report.missing or report.nbytes_written
+    title = f"{out} is complete; its {part} is the one of {origin}"
+    if is_written:
         title = f"{part.capitalize()} of {out} written from {origin}"
-        print_text(console, title, "bold green", indent=2)
+    print_text(console, title, "bold green", indent=2)
+    if is_written:
         missing = [f"{number}/{report.parts}" for number in report.missing]
         state = f"missing {some(missing, 8)}; the last part publishes the folder"
         print_facts(
@@ -124,19 +122,13 @@ def print_part(console: Console, report: PartReport) -> None:
                 ("Folder", state if missing else "complete and published"),
             ),
         )
-    else:
-        title = f"{out} is complete; its {part} is the one of {origin}"
-        print_text(console, title, "bold green", indent=2)
     print_warnings(console, report)
 
 
-def print_warnings(
-    console: Console, report: ExportReport | PartReport, *, is_first: bool = False
-) -> None:
+def print_warnings(console: Console, report: ExportReport | PartReport) -> None:
     """Print findings and warnings, also with ``--quiet``."""
-    print_findings(console, "Findings (exported as they are)", report.findings, is_first=is_first)
-    is_first = is_first and not report.findings
-    print_list(console, "Warnings", report.warnings, "bold yellow", is_first=is_first)
+    print_findings(console, "Findings (exported as they are)", report.findings)
+    print_list(console, "Warnings", report.warnings, "bold yellow")
 
 
 def print_verify(console: Console, report: VerifyReport) -> None:
@@ -145,11 +137,10 @@ def print_verify(console: Console, report: VerifyReport) -> None:
     if report.against_checkpoint:
         compared += " and recomputed from the checkpoint"
     found = f"intact ({compared})" if report.ok else plural(len(report.problems), "problem")
-    origin, other = report.origin, report.compared_with
-    if origin is not None and other in (None, origin):
-        found += f", exported from {_near(origin)}"
-    elif origin is not None and other is not None:
-        found += f"; exported from {origin}, compared with {_near(other)}"
+    if report.origin is not None:
+        found += f", exported from {_near(report.origin)}"
+    if report.compared_with not in (None, report.origin):
+        found += f", compared with {_near(report.compared_with)}"
     title = f"{near(report.out_dir)}: {found}"
     print_text(console, title, "green" if report.ok else "bold red", indent=2)
     if report.conclusion:
@@ -193,9 +184,3 @@ def _form(form: Form) -> str:
     if form.is_checkpoint:
         return "in files of other ranks"
     return f"{' and '.join(form.dtypes)} with {_NAMES[form.names]} names".lstrip()
-
-
-def _files(names: Sequence[str]) -> str:
-    """Return the number of files and as many names as fit."""
-    listed = [f"{len(names):,}: {some(names, count)}" for count in range(8, 0, -1)]
-    return next((one for one in listed if len(one) <= _NAMES_WIDTH), f"{len(names):,}")

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from zexport.checkpoint.state import Role, TrainingState
+from zexport.checkpoint.state import CheckpointFile, Role, TrainingState
 from zexport.export.plan import Origin
 from zexport.inspect.summary import AdapterSummary, Inspection, Outcome, TagSummary, WeightFile
 from zexport.ranges.dtypes import DType
 from zexport.report.text import (
     Console,
+    first_of,
     near,
     near_text,
     plural,
@@ -162,8 +163,7 @@ def _print_contents(
             groups.setdefault((kind, needed), []).append(file.nbytes)
         summed = []
         for (kind, needed), sizes in groups.items():
-            low, high = size(min(sizes)), size(max(sizes))
-            each = low if low == high else f"up to {high}"
+            each = "up to " * (min(sizes) != max(sizes)) + size(max(sizes))
             summed.append((kind, f"{len(sizes):,}", each, size(sum(sizes)), needed))
         print_table(console, ("Files", ">Number", ">Each", ">Total", "For an export"), summed)
     if tensors:
@@ -175,21 +175,22 @@ def _print_contents(
         print_table(console, ("Tensor", "Role", "Type", "Shape", ">Elements"), lines)
 
 
-def remarks(inspection: Inspection) -> Iterator[tuple[str, Iterable[str], str]]:
+def remarks(inspection: Inspection) -> Iterator[tuple[str, Sequence[str], str]]:
     """Yield titles, sentences (possibly none), and whether they are bad, a warning or plain."""
     checkpoint = inspection.checkpoint
     if checkpoint is None:
         return
     missing = inspection.missing_files
-    listed = [*missing[:_FILES_SHOWN]]
-    if len(missing) > _FILES_SHOWN:
-        listed.append(f"and {len(missing) - _FILES_SHOWN:,} more; --json lists all of them")
+    listed = first_of(missing, _FILES_SHOWN)
     folder = near(checkpoint.location.tag_dir)
     yield f"{plural(len(missing), 'missing file')}; copy into {folder}", listed, "bad"
     yield "Problems", [problem.sentence() for problem in inspection.problems], "bad"
-    unknown = [(one.name, [str(name) for name in one.unknown_globals]) for one in checkpoint.files]
-    unknown += [(one.name, [*one.unknown_globals]) for one in inspection.weight_files]
-    code = [f"{name}: {some(names, 8)}" for name, names in unknown if names]
+    files: list[CheckpointFile | WeightFile] = [*checkpoint.files, *inspection.weight_files]
+    code = [
+        f"{one.name}: {some([*map(str, one.unknown_globals)], 8)}"
+        for one in files
+        if one.unknown_globals
+    ]
     yield "Unknown code in pickles (not run)", code, "warning"
     warnings = [*checkpoint.newer, *checkpoint.warnings]
     notes = [*checkpoint.notes]
@@ -209,21 +210,12 @@ def remarks(inspection: Inspection) -> Iterator[tuple[str, Iterable[str], str]]:
 
 
 def _weight_files(files: Sequence[WeightFile]) -> Iterator[str]:
+    empty = [file.name for file in files if file.placeholders]
+    whole = [file.name for file in files if not (file.placeholders or file.problem)]
     for file in files:
         if file.problem:
             yield f"{file.name}: cannot be read: {file.problem}"
-    for empty in (True, False):
-        found = [file for file in files if not file.problem and bool(file.placeholders) is empty]
-        if not found:
-            continue
-        names = some([file.name for file in found], 2)
-        count = plural(sum(file.tensors for file in found), "tensor")
-        placeholders = sum(len(file.placeholders) for file in found)
-        if empty:
-            yield (
-                f"{names}: placeholders, {placeholders:,} of {count} are empty; the export takes "
-                "the weights from the rank files"
-            )
-        else:
-            nbytes = size(sum(file.nbytes for file in found))
-            yield f"{names} ({nbytes}, {count}): weights that the export does not read"
+    if empty:
+        yield f"{some(empty, 2)}: placeholders; the export takes the weights from the rank files"
+    if whole:
+        yield f"{some(whole, 2)}: weights that the export does not read"

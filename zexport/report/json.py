@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 from msgspec import Struct
 
 from zexport.errors import ZexportError
@@ -15,6 +17,9 @@ if TYPE_CHECKING:
     from zexport.checkpoint.state import CheckpointFile, TrainingState
     from zexport.inspect.statistics import TensorStatistics
     from zexport.inspect.summary import Inspection
+
+
+_SAME_KEYS = ("stage", "world_size", "global_steps", "optimizer", "lr_step")
 
 
 class ErrorInfo(Struct, frozen=True):
@@ -66,30 +71,32 @@ def inspection_json(
         content = _checkpoint(inspection, checkpoint)
         if tensors or statistics is not None:
             content["tensors"] = list(_tensors(checkpoint, statistics))
-    return form_of(
+    values = msgspec.to_builtins(
         {
-            "path": str(inspection.path),
+            "path": inspection.path,
             "verdict": {
-                "outcome": verdict.outcome.value,
-                "exportable": verdict.outcome.value == "exportable",
+                "outcome": verdict.outcome,
+                "exportable": verdict.outcome == "exportable",
                 "sentence": verdict.sentence,
                 "next_step": verdict.next_step,
             },
-            "tags": [values_of(tag) for tag in inspection.tags],
+            "tags": inspection.tags,
             "checkpoint": content,
-            "problems": [values_of(ErrorInfo.of(problem)) for problem in inspection.problems],
-        }
+            "problems": [*map(ErrorInfo.of, inspection.problems)],
+        },
+        enc_hook=str,
     )
+    return form_of(json.loads(json.dumps(values)))
 
 
-def _checkpoint(inspection: Inspection, checkpoint: TrainingState) -> JsonObject:
+def _checkpoint(inspection: Inspection, checkpoint: TrainingState) -> dict[str, object]:
     from zexport.checkpoint.state import Role  # noqa: PLC0415 - errors do not need it
     from zexport.ranges.dtypes import DType  # noqa: PLC0415
 
     location, parallelism = checkpoint.location, checkpoint.parallelism
     counts = inspection.counts()
     return {
-        "root": str(location.root),
+        "root": location.root,
         "tag": location.tag,
         "tag_chosen": location.chosen.name.lower(),
         "framework": location.framework.name.lower(),
@@ -97,26 +104,22 @@ def _checkpoint(inspection: Inspection, checkpoint: TrainingState) -> JsonObject
         "parallelism": {
             "pipeline_stages": parallelism.stages,
             "tensor_ranks": parallelism.tensor_ranks,
-            "expert_ranks": [*parallelism.expert_ranks],
-            "experts": [*parallelism.experts],
+            "expert_ranks": parallelism.expert_ranks,
+            "experts": parallelism.experts,
         },
-        "stage": checkpoint.stage,
-        "world_size": checkpoint.world_size,
+        **{name: getattr(checkpoint, name) for name in _SAME_KEYS},
         "deepspeed_version": checkpoint.ds_version,
-        "global_steps": checkpoint.global_steps,
-        "optimizer": checkpoint.optimizer,
-        "lr_step": checkpoint.lr_step,
         "module_dtype": checkpoint.module_dtype and checkpoint.module_dtype.torch_name,
         "master_dtype": checkpoint.master_dtype and checkpoint.master_dtype.torch_name,
         "parameters": {
-            "trainable": values_of(counts[Role.TRAINABLE]),
-            "frozen": values_of(counts[Role.FROZEN]),
-            "buffers": values_of(counts[Role.BUFFER]),
-            "tied": values_of(inspection.tied()),
+            "trainable": counts[Role.TRAINABLE],
+            "frozen": counts[Role.FROZEN],
+            "buffers": counts[Role.BUFFER],
+            "tied": inspection.tied(),
         },
-        "aliases": dict(checkpoint.aliases),
-        "adapters": [values_of(adapter) for adapter in inspection.adapters],
-        "left_out": list(checkpoint.left_out),
+        "aliases": checkpoint.aliases,
+        "adapters": inspection.adapters,
+        "left_out": checkpoint.left_out,
         "frozen_left_out": checkpoint.frozen_left_out or bool(checkpoint.left_out),
         "export_nbytes": {
             "read": inspection.nbytes_read(),
@@ -125,18 +128,18 @@ def _checkpoint(inspection: Inspection, checkpoint: TrainingState) -> JsonObject
         },
         "files": [_file(file) for file in checkpoint.files],
         "missing": {
-            "optimizer_ranks": list(checkpoint.missing_ranks),
-            "model_ranks": list(checkpoint.missing_model_ranks),
-            "files": list(inspection.missing_files),
-            "sidecars": list(inspection.missing_model_files),
+            "optimizer_ranks": checkpoint.missing_ranks,
+            "model_ranks": checkpoint.missing_model_ranks,
+            "files": inspection.missing_files,
+            "sidecars": inspection.missing_model_files,
         },
-        "weight_files": [values_of(file) for file in inspection.weight_files],
+        "weight_files": inspection.weight_files,
         "warnings": [*checkpoint.newer, *checkpoint.warnings],
-        "notes": list(checkpoint.notes),
+        "notes": checkpoint.notes,
     }
 
 
-def _file(file: CheckpointFile) -> JsonObject:
+def _file(file: CheckpointFile) -> dict[str, object]:
     return {
         "name": file.name,
         "kind": file.kind.name.lower(),
@@ -149,15 +152,15 @@ def _file(file: CheckpointFile) -> JsonObject:
 
 def _tensors(
     checkpoint: TrainingState, statistics: Sequence[TensorStatistics] | None
-) -> Iterator[JsonObject]:
+) -> Iterator[dict[str, object]]:
     """Yield every tensor; ``statistics`` is null if files with its values are missing."""
     found = {one.name: one for one in statistics or ()}
     for tensor in checkpoint.tensors:
-        entry: JsonObject = {
+        entry: dict[str, object] = {
             "name": tensor.name,
-            "role": tensor.role.value,
+            "role": tensor.role,
             "dtype": tensor.dtype.torch_name,
-            "shape": list(tensor.shape),
+            "shape": tensor.shape,
             "numel": tensor.numel,
         }
         if statistics is not None:

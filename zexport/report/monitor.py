@@ -27,18 +27,16 @@ _TEXT = {
 
 
 def print_event(console: Console, event: WatchEvent) -> None:
-    """Print an event, and the warnings of an export."""
-    style = "bold red" if event.code else "bold green" if event.event.value == "exported" else ""
+    style = "bold red" if event.code else "bold green" if event.event == "exported" else ""
     print_line(console, describe_event(event), style)
     for warning in event.warnings:
         print_line(console, f"  Warning: {warning}", "yellow")
 
 
 def describe_event(event: WatchEvent) -> str:
-    """Return an event as one line."""
     why = event.why if event.failure is None else event.failure.message
     out, time = near(event.out), duration(event.seconds)
-    text = _TEXT[event.event.value].format(why=why, out=out, time=time)
+    text = _TEXT[event.event].format(why=why, out=out, time=time)
     return f"{_title(event.checkpoint, event.step)}: {text}"
 
 
@@ -46,9 +44,9 @@ def print_preview(console: Console, seen: Snapshot, decided: Decisions) -> None:
     """Print what a watch would do with each checkpoint and each export, and why."""
     for name, one in decided.checkpoints.items():
         title = _title(name, seen.checkpoints[name].step)
-        print_line(console, f"{title}: {one.verdict.value}: {one.reason}")
+        print_line(console, f"{title}: {one.verdict}: {one.reason}")
     for name, one in decided.exports.items():
-        print_line(console, f"export {name}: {one.verdict.value}: {one.reason}")
+        print_line(console, f"export {name}: {one.verdict}: {one.reason}")
 
 
 def _title(name: str, step: int | None) -> str:
@@ -56,7 +54,6 @@ def _title(name: str, step: int | None) -> str:
 
 
 def print_prune(console: Console, done: PruneReport) -> None:
-    """Print what was freed, and on which proof."""
     freed, before = size(done.nbytes_freed), size(done.nbytes_before)
     checkpoint = near(done.checkpoint)
     if not done.nbytes_freed:

@@ -104,20 +104,12 @@ def print_text(console: Console, text: str, style: str = "", *, indent: int = 0)
         print_line(console, blanks + rest, style)
 
 
-def print_list(
-    console: Console,
-    title: str,
-    items: Iterable[str],
-    style: str = "bold",
-    *,
-    is_first: bool = False,
-) -> None:
+def print_list(console: Console, title: str, items: Iterable[str], style: str = "bold") -> None:
     """Print an empty line, a title, and its items; nothing if there are no items."""
     items = tuple(items)
     if not items:
         return
-    if not is_first:
-        print_line(console)
+    print_line(console)
     print_line(console, title, style)
     for item in items:
         print_text(console, f"  - {item}", indent=4)
@@ -129,18 +121,20 @@ def print_rest(console: Console, hidden: int, option: str, noun: str = "more") -
         print_line(console, f"  and {hidden:,} {noun}; {option} lists all of them")
 
 
-def print_findings(
-    console: Console, title: str, findings: Sequence[Finding], *, is_first: bool = False
-) -> None:
+def print_findings(console: Console, title: str, findings: Sequence[Finding]) -> None:
     lines = []
-    for found in findings[:_FINDINGS_SHOWN]:
+    for found in findings:
         where = f"{found.tensor}: " if found.tensor else ""
         count = f" ({plural(found.count, 'element')})" if found.count else ""
         detail = f": {found.detail}" if found.detail else ""
         lines.append(f"{where}{found.kind}{count}{detail}{', allowed' if found.accepted else ''}")
-    if len(findings) > _FINDINGS_SHOWN:
-        lines.append(f"and {len(findings) - _FINDINGS_SHOWN:,} more; --json lists all of them")
-    print_list(console, title, lines, "bold yellow", is_first=is_first)
+    print_list(console, title, first_of(lines, _FINDINGS_SHOWN), "bold yellow")
+
+
+def first_of(lines: Sequence[str], count: int) -> list[str]:
+    """Return the first lines, and another one if that is not all."""
+    more = [f"and {len(lines) - count:,} more; --json lists all of them"]
+    return [*lines[:count], *(more if len(lines) > count else ())]
 
 
 def print_facts(console: Console, rows: Iterable[tuple[str, str]]) -> None:

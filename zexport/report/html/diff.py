@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 
 from msgspec.structs import replace
@@ -11,7 +12,7 @@ from zexport.diff.folders import DiffReport
 from zexport.diff.tensors import Outcome, TensorDiff
 from zexport.inspect.strips import Piece, strips
 from zexport.report.diff import COLUMNS, cells, facts, summary
-from zexport.report.html.page import Column, Leaf, Page, Remarks, Row, draw_strips, treemap
+from zexport.report.html.page import Page, Row, draw_strips, treemap
 from zexport.report.text import size
 
 _LIMITS = (1e-3, 1e-2, 1e-1)
@@ -32,12 +33,7 @@ _COLORS = (
 def diff_page(report: DiffReport, a: TrainingState | None = None) -> Page:
     """Return the page of a comparison; of a checkpoint A, it shows the rank files."""
     tensors = report.tensors
-    colors = [_color(one) for one in tensors]
-    leaves = []
-    for tensor, color in zip(tensors, colors, strict=True):
-        dtype = tensor.a_dtype or tensor.b_dtype
-        if dtype is not None and " (" not in tensor.name:  # weights, not optimizer states
-            leaves.append(Leaf(tensor.name, prod(tensor.shape) * dtype.itemsize, color))
+    rows = tuple(Row(one.name, _color(one), cells(one), _drawn_nbytes(one)) for one in tensors)
     settings = tuple(f"{one.about}: {one.a} in A, {one.b} in B" for one in report.settings)
     page = Page(
         kind="diff",
@@ -46,27 +42,27 @@ def diff_page(report: DiffReport, a: TrainingState | None = None) -> Page:
         mood="good" if report.is_cast_equal else "plain",
         facts=facts(report),
         sentences=(f"{size(report.nbytes_read)} read.",),
-        remarks=(Remarks("Settings that differ", settings, "warning"),),
+        remarks=(("Settings that differ", settings, "warning"),),
         colors=_COLORS,
-        boxes=treemap(leaves, max),
-        columns=tuple(
-            Column(one.removeprefix(">"), "number" if one[0] == ">" else "") for one in COLUMNS
-        ),
-        rows=tuple(
-            Row(one.name, color, cells(one)) for one, color in zip(tensors, colors, strict=True)
-        ),
+        boxes=treemap(rows, max),
+        columns=COLUMNS,
+        rows=rows,
     )
     if a is None:
         return page
-    rows = {one.a_name: row for row, one in enumerate(tensors)}
-    row_of = tuple(rows.get(one.name, -1) for one in a.tensors)
+    numbers = {one.a_name: number for number, one in enumerate(tensors)}
+    row_of = tuple(numbers.get(one.name, -1) for one in a.tensors)
 
-    def color_of(piece: Piece) -> int:
-        numbers = range(piece.first, piece.last + 1) if piece.first >= 0 else ()
-        known = [colors[row_of[number]] for number in numbers if row_of[number] >= 0]
-        return max(known, default=_NOT_COMPARED)
+    def color_of(_: Piece, colors: Sequence[int]) -> int:
+        return max((one for one in colors if one != _NOT_COMPARED), default=_NOT_COMPARED)
 
-    return replace(page, strips=draw_strips(strips(a), color_of), row_of=row_of)
+    colors = [_NOT_COMPARED if row < 0 else rows[row].color for row in row_of]
+    return replace(page, strips=draw_strips(strips(a), colors, color_of), row_of=row_of)
+
+
+def _drawn_nbytes(tensor: TensorDiff) -> int:
+    dtype, is_state = tensor.a_dtype or tensor.b_dtype, " (" in tensor.name
+    return 0 if dtype is None or is_state else prod(tensor.shape) * dtype.itemsize
 
 
 def _color(tensor: TensorDiff) -> int:

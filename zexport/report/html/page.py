@@ -45,27 +45,13 @@ _STRIP_WIDTH_MIN = 2.0
 _LABELS_MAX = 48
 
 
-class Remarks(Struct, frozen=True):
-    """A title and sentences; the mood is ``good``, ``warning``, ``bad`` or ``plain``."""
-
-    title: str
-    items: tuple[str, ...]
-    mood: str
-
-
-class Column(Struct, frozen=True):
-    """A table column; its style is ``number``, ``whole`` (no line breaks) or empty."""
-
-    title: str
-    style: str = ""
-
-
 class Row(Struct, frozen=True):
-    """A tensor in the table: name, color in the pictures, and cells."""
+    """A tensor: cells of the table; color and size in the pictures, 0 if it is not drawn."""
 
     name: str
     color: int
     cells: tuple[str, ...]
+    nbytes: int
 
 
 class Page(Struct, frozen=True):
@@ -75,6 +61,8 @@ class Page(Struct, frozen=True):
         kind: ``inspect`` or ``diff``; selects the color scheme.
         verdict: the result in one sentence, without a full stop.
         next_step: a command or instruction; may be empty.
+        columns: titles; those of numbers start with ``>``, of text in one line with ``=``.
+        remarks: titles, sentences and moods (``warning``, ``bad`` or ``plain``).
         colors: meaning of each color.
         bars: labels and sizes in bytes.
         row_of: table row of each tensor of the strips; -1 if it has none.
@@ -85,11 +73,11 @@ class Page(Struct, frozen=True):
     verdict: str
     mood: str
     facts: tuple[tuple[str, str], ...]
-    columns: tuple[Column, ...]
+    columns: tuple[str, ...]
     rows: tuple[Row, ...]
     next_step: str = ""
     sentences: tuple[str, ...] = ()
-    remarks: tuple[Remarks, ...] = ()
+    remarks: tuple[tuple[str, Sequence[str], str], ...] = ()
     colors: tuple[str, ...] = ()
     bars: tuple[tuple[str, int], ...] = ()
     boxes: tuple[Box, ...] = ()
@@ -150,7 +138,6 @@ def _is_page(path: Path) -> bool:
 
 @cache
 def _load_template() -> tuple[Template, str, str]:
-    """Return the template, the style and the script."""
     try:
         from jinja2 import Environment, PackageLoader, StrictUndefined  # noqa: PLC0415
     except ImportError as cause:
@@ -164,6 +151,7 @@ def _load_template() -> tuple[Template, str, str]:
         lstrip_blocks=True,
     )
     environment.filters |= {"size": size, "shown": shown, "plural": plural}
+    environment.globals["styles"] = {">": "number", "=": "whole"}
     style, script = (loader.get_source(environment, name)[0] for name in ("page.css", "page.js"))
     return environment.get_template("page.html"), style, script
 
@@ -173,7 +161,6 @@ def _hash(text: str) -> str:
 
 
 def _pattern(name: str) -> tuple[str, list[str]]:
-    """Return a name without its numbers, and the numbers."""
     text = shown(name)
     return _NUMBERS.sub(_HOLE, text), _NUMBERS.findall(text)
 
@@ -207,14 +194,6 @@ def _indexed(cells: Sequence[str]) -> Mapping[str, object]:
 # --- treemap ---
 
 
-class Leaf(Struct, frozen=True):
-    """A tensor: name, size and color."""
-
-    name: str
-    nbytes: int
-    color: int
-
-
 class Rect(Struct, frozen=True):
     """Position in the picture."""
 
@@ -235,15 +214,14 @@ class Box(Struct, frozen=True):
 
 
 _Parts = tuple[str, ...]
-_Named = list[tuple[_Parts, Leaf]]
+_Named = list[tuple[_Parts, Row]]
+_ColorOf = Callable[[Sequence[int]], int]
+"""Returns a color for several tensors, by their colors."""
 
 
-def treemap(leaves: Sequence[Leaf], color_of: Callable[[Sequence[int]], int]) -> tuple[Box, ...]:
-    """Return boxes of modules, as deep as a picture can show.
-
-    ``color_of`` chooses a module's color by those of its tensors.
-    """
-    named = [(tuple(shown(leaf.name).split(".")), leaf) for leaf in leaves if leaf.nbytes]
+def treemap(rows: Sequence[Row], color_of: _ColorOf) -> tuple[Box, ...]:
+    """Return boxes of modules, as deep as a picture can show."""
+    named = [(tuple(shown(row.name).split(".")), row) for row in rows if row.nbytes]
     depth = 1
     while depth < max((len(parts) for parts, _ in named), default=1):
         if len({parts[: depth + 1] for parts, _ in named}) > _BOXES_MAX:
@@ -253,17 +231,11 @@ def treemap(leaves: Sequence[Leaf], color_of: Callable[[Sequence[int]], int]) ->
     return tuple(found)
 
 
-def _boxes(
-    named: _Named,
-    level: int,
-    depth: int,
-    rect: Rect,
-    color_of: Callable[[Sequence[int]], int],
-) -> Iterator[Box]:
+def _boxes(named: _Named, level: int, depth: int, rect: Rect, color_of: _ColorOf) -> Iterator[Box]:
     groups: dict[_Parts, _Named] = {}
-    for parts, leaf in named:
-        groups.setdefault(parts[:level], []).append((parts, leaf))
-    sizes = {module: sum(leaf.nbytes for _, leaf in group) for module, group in groups.items()}
+    for parts, row in named:
+        groups.setdefault(parts[:level], []).append((parts, row))
+    sizes = {module: sum(row.nbytes for _, row in group) for module, group in groups.items()}
     modules = sorted(groups, key=lambda module: -sizes[module])
     places = _split(rect, [sizes[module] for module in modules])
     for module, place in zip(modules, places, strict=True):
@@ -272,7 +244,7 @@ def _boxes(
             yield from _boxes(group, level + 1, depth, place, color_of)
         else:
             name = ".".join(group[0][0] if len(group) == 1 else module)
-            color = color_of([leaf.color for _, leaf in group])
+            color = color_of([row.color for _, row in group])
             yield Box(name, len(group), sizes[module], color, place)
 
 
@@ -285,16 +257,12 @@ def _split(rect: Rect, sizes: Sequence[int]) -> Iterator[Rect]:
     while count < len(sizes) - 1 and first + sizes[count] / 2 < total / 2:
         first += sizes[count]
         count += 1
-    if rect.width >= rect.height:
-        width = rect.width * first / total
-        one = Rect(rect.x, rect.y, width, rect.height)
-        other = Rect(rect.x + width, rect.y, rect.width - width, rect.height)
-    else:
-        height = rect.height * first / total
-        one = Rect(rect.x, rect.y, rect.width, height)
-        other = Rect(rect.x, rect.y + height, rect.width, rect.height - height)
-    yield from _split(one, sizes[:count])
-    yield from _split(other, sizes[count:])
+    right, down = rect.width * first / total, 0.0
+    if rect.width < rect.height:
+        right, down = 0.0, rect.height * first / total
+    yield from _split(Rect(rect.x, rect.y, right or rect.width, down or rect.height), sizes[:count])
+    rest = Rect(rect.x + right, rect.y + down, rect.width - right, rect.height - down)
+    yield from _split(rest, sizes[count:])
 
 
 # --- strips ---
@@ -331,8 +299,17 @@ class Strips(Struct, frozen=True):
     hidden: int
 
 
-def draw_strips(strips: Sequence[Strip], color_of: Callable[[Piece], int]) -> Strips:
-    """Return the strips, all to one scale."""
+def draw_strips(
+    strips: Sequence[Strip], colors: Sequence[int], color_of: Callable[[Piece, Sequence[int]], int]
+) -> Strips:
+    """Return the strips, all to one scale.
+
+    ``colors`` are those of the checkpoint's tensors; ``color_of`` gets those in a piece.
+    """
+
+    def paint(piece: Piece) -> int:
+        return color_of(piece, colors[piece.first : piece.last + 1])  # of padding, none
+
     drawn = strips[:_STRIPS_MAX]
     are_labelled = len(drawn) <= _LABELS_MAX
     step = 14 if are_labelled else 5
@@ -340,7 +317,7 @@ def draw_strips(strips: Sequence[Strip], color_of: Callable[[Piece], int]) -> St
     numbers: dict[tuple[Piece, ...], int] = {}
     for strip in drawn:
         numbers.setdefault(strip.pieces, len(numbers))
-    cuts = tuple(_cut(pieces, color_of, longest, step - 1) for pieces in numbers)
+    cuts = tuple(_cut(pieces, paint, longest, step - 1) for pieces in numbers)
     listed = tuple((strip.file, strip.offset, numbers[strip.pieces]) for strip in drawn)
     return Strips(cuts, listed, step, are_labelled, len(strips) - len(drawn))
 

@@ -15,20 +15,17 @@ from typing import Self
 
 from msgspec import Struct
 
-from zexport.checkpoint.state import FlatData, Role, StoredTensor, TrainingState, source_of
+from zexport.checkpoint.state import FlatData, Role, StoredTensor, TrainingState
 from zexport.errors import DamagedCheckpointError, UnsupportedError, raise_all
 from zexport.export.plan import ExportPlan, SourceFile, TensorPlan
-from zexport.findings import Finding, FindingKind
+from zexport.findings import Finding, FindingKind, Findings
 from zexport.options import CheckMode
 from zexport.ranges.compare import CastReplica, Comparison, Replica, are_equal, compare_casts
 from zexport.ranges.coverage import Coverage, Ranges
 from zexport.ranges.reader import ReadableFile, SourceReader
-from zexport.ranges.source import ByteSource, ExtentIndex, paths_of
+from zexport.ranges.source import ByteSource, ExtentIndex
 from zexport.storage.json import Natural
 from zexport.text import some
-
-_NO_OWNER = ""
-"""Owner of copies that no exported tensor has the name of."""
 
 
 class Accounting(Struct, frozen=True):
@@ -109,7 +106,6 @@ class _FlatRanges(ExtentIndex):
         self.itemsize = max((flat.dtype.itemsize for flat in flats), default=1)
 
     def hold(self, source: ByteSource | None) -> bool:
-        """Whether a source is in flat data."""
         if source is None or not source.nbytes:
             return False
         return self.find(next(iter(source.extents(0, 1)))) is not None
@@ -159,7 +155,7 @@ class WeightReader(SourceReader):
         """Fill ``buffer`` with a tensor's stored bytes from ``start``."""
         self.read_into(tensor.source, start, buffer, coverage)
 
-    def compare(self) -> tuple[Finding, ...]:
+    def compare(self) -> Findings:
         """Compare all replicas; return a finding for each difference that the user accepts.
 
         Samples are read separately, so that a file that is only sampled is not read whole for its
@@ -208,7 +204,6 @@ class WeightReader(SourceReader):
 
     @property
     def compared(self) -> dict[Path, Ranges]:
-        """The ranges that full comparisons read."""
         return {} if self._compared is None else self._compared.ranges()
 
     def take_compared(self, ranges: Mapping[Path, Ranges]) -> None:
@@ -229,39 +224,20 @@ class ProvenWeights:
 
     def __init__(self, checkpoint: TrainingState, tensors: Sequence[StoredTensor]) -> None:
         account(checkpoint, tensors)
-        self._files = {file.path: SourceFile.of(file) for file in checkpoint.torch_files}
+        self._files = [SourceFile.of(file) for file in checkpoint.torch_files]
         self._replicas = checkpoint.replicas
-        self._seen = Coverage({path: file.records for path, file in self._files.items()})
+        self._seen = Coverage({file.path: file.records for file in self._files})
         self._lock = Lock()
-        self._unseen: dict[str, list[Replica | CastReplica]] = {}
-        used = {tensor.name for tensor in tensors}
-        for replica in checkpoint.replicas:
-            name = checkpoint.aliases.get(replica.name, replica.name)
-            self._unseen.setdefault(name if name in used else _NO_OWNER, []).append(replica)
 
     @contextmanager
-    def reading(self, tensor: StoredTensor | None = None) -> Iterator[WeightReader]:
-        """Yield a reader of all tensors, or of one.
-
-        The replicas of one tensor are compared when it is first read; those without an owner, such
-        as of single experts of a stack, with the first tensor.
-        """
-        if tensor is None:
-            with WeightReader(self._files.values(), self._replicas) as reader:
-                reader.compare()
-                yield reader
-                reader.finish()
-            return
-        owners = (_NO_OWNER, tensor.name)
-        copies = [copy for owner in owners for copy in self._unseen.get(owner, ())]
-        read = [source_of(tensor), *(held for copy in copies for held in (copy.kept, copy.other))]
-        with WeightReader((self._files[path] for path in paths_of(read)), copies) as reader:
+    def reading(self, *, is_whole: bool = True) -> Iterator[WeightReader]:
+        """Yield a reader of all tensors, or of one; the first reader compares replicas."""
+        with WeightReader(self._files, self._replicas) as reader:
             reader.compare()
             yield reader
             with self._lock:
-                reader.finish(self._seen)
-        for owner in owners:
-            self._unseen.pop(owner, None)
+                reader.finish(None if is_whole else self._seen)
+                self._replicas = ()
 
 
 def _cast_finding(kind: FindingKind, difference: Comparison, allow: Set[FindingKind]) -> Finding:

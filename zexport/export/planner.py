@@ -11,11 +11,11 @@ from msgspec import UNSET, Struct, UnsetType
 
 from zexport.checkpoint.state import TrainingState
 from zexport.errors import DamagedCheckpointError
+from zexport.export.checked_reader import Accounting, account
 from zexport.export.gather import Inputs
 from zexport.export.hub_folder import Folder, hub_folder
 from zexport.export.peft_folder import peft_folder
-from zexport.export.plan import ExportPlan, Form, Origin, Reference, share_memory
-from zexport.export.proof import Accounting, account
+from zexport.export.plan import ExportPlan, Form, Origin, share_memory
 from zexport.filenames import CONFIG
 from zexport.model.hub_cache import GivenBase
 from zexport.model.hub_names import Fit, ModelNames
@@ -43,7 +43,6 @@ def decide(inputs: Inputs, out_dir: Path | str) -> ExportPlan:
     folder = peft_folder(inputs) if inputs.mode is AdapterMode.KEEP else hub_folder(inputs)
     jobs, chunk_nbytes = share_memory(options, folder.shards)
     base = None if inputs.files.base is None else GivenBase.of(inputs.files.base)
-    reference = Reference(location.root, location.tag, checkpoint.tensors)
     copies = [copy for r in (*checkpoint.replicas, *inputs.gathered) for copy in (r.kept, r.other)]
     kept = [tensor.source for tensor in folder.written if tensor.source is not None]
     read = paths_of([*kept, *copies])
@@ -53,7 +52,7 @@ def decide(inputs: Inputs, out_dir: Path | str) -> ExportPlan:
         form=_form(inputs, folder),
         shards=folder.shards,
         side_files=folder.side_files,
-        sources=tuple(file for file in inputs.sources if file.path in read),
+        sources=tuple(file for path, file in inputs.sources.items() if path in read),
         replicas=checkpoint.replicas,
         gathered=inputs.gathered,
         check=options.check,
@@ -65,11 +64,11 @@ def decide(inputs: Inputs, out_dir: Path | str) -> ExportPlan:
         overwrite=options.overwrite,
         jobs=jobs,
         chunk_nbytes=chunk_nbytes,
-        nbytes_compared=inputs.nbytes_compared,
+        nbytes_compared=inputs.reader.nbytes_read,
         left_out=tuple(_left_out(inputs, folder)),
         pruned=checkpoint.pruned_files,
         base=base,
-        reference=reference if options.engine is Engine.DEEPSPEED else None,
+        reference=checkpoint.tensors if options.engine is Engine.DEEPSPEED else None,
     )
 
 
@@ -77,7 +76,7 @@ def _left_out(inputs: Inputs, folder: Folder) -> dict[str, None]:
     """Return entries of the module's state dict that are no weights, and are not exported."""
     names, weights = inputs.model.names, inputs.model.weights
     models = [one.first for one in inputs.checkpoint.zero.values() if one.model]
-    known = {*weights.shapes, *folder.from_base}
+    known = {*weights.shapes, *folder.selection.from_base}
     known |= names.shapes.keys() if isinstance(names, ModelNames) else set()
     empty = (name for name in weights.left_out if name not in known)
     return dict.fromkeys((*empty, *(name for model in models for name in model.extra_state)))
@@ -97,16 +96,16 @@ def _form(inputs: Inputs, folder: Folder) -> Form:
 
 def _provenance(inputs: Inputs, folder: Folder, base: GivenBase | None) -> JsonObject:
     """Return what the manifest records of checkpoint and options: equal for equal exports."""
-    checkpoint, options = inputs.checkpoint, inputs.options
-    decided = replace(options, hub_layout=folder.label, adapter=inputs.mode or options.adapter)
+    checkpoint, options, selection = inputs.checkpoint, inputs.options, folder.selection
+    decided = replace(options, hub_layout=selection.label, adapter=inputs.mode or options.adapter)
     return values_of(
         Provenance(
             checkpoint=CheckpointRecord.of(checkpoint),
             options=decided.recorded(),
-            loadable=folder.loadable,
-            tied=folder.tied,
-            from_base=folder.from_base,
-            heads=folder.heads,
+            loadable=selection.loadable,
+            tied=selection.tied,
+            from_base=selection.from_base,
+            heads=tuple(folder.heads),
             mended=folder.mended,
             accounting=account(checkpoint, folder.written),
             base=base or UNSET,
