@@ -18,7 +18,7 @@ from zexport.resharding.values import records_of
 from zexport.storage.files import is_file
 from zexport.storage.json import Json, JsonObject, as_table, read_json_object
 
-_BASE_KEYS = ("base_model_name_or_path", "revision", "task_type")
+_BASE_KEY = "base_model_name_or_path"
 _WITHOUT_EFFECT = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
 """Keys that do not change what the model computes; dtypes are compared per tensor."""
 
@@ -58,17 +58,20 @@ def compare_configs(a: Path, b: Path) -> list[Setting]:
             Setting(f"{CONFIG}: {key}", *map(str, pair)) for key, pair in sorted(values.items())
         ]
     if is_file(a / ADAPTER_CONFIG) and is_file(b / ADAPTER_CONFIG):
-        one, other = read_json_object(a / ADAPTER_CONFIG), read_json_object(b / ADAPTER_CONFIG)
+        ours, theirs = (_adapter_settings(folder / ADAPTER_CONFIG) for folder in (a, b))
         found += [
-            Setting(f"{ADAPTER_CONFIG}: {key}", str(one.get(key)), str(other.get(key)))
-            for key in DECIDING
-            if one.get(key) != other.get(key)
+            Setting(f"{ADAPTER_CONFIG}: {key}", value, theirs[key])
+            for key, value in ours.items()
+            if value != theirs[key]
         ]
-        for key in _BASE_KEYS:  # folders of a base model may have moved: only names count
-            base, base_b = str(one.get(key) or ""), str(other.get(key) or "")
-            if base and base_b and plain_name(Path(base).name) != plain_name(Path(base_b).name):
-                found.append(Setting(f"{ADAPTER_CONFIG}: {key}", base, base_b))
     return found
+
+
+def _adapter_settings(path: Path) -> dict[str, str]:
+    """Return settings as text; the base model's folder may have moved: only its name counts."""
+    content = read_json_object(path)
+    base = plain_name(Path(str(content.get(_BASE_KEY))).name)
+    return {key: str(content.get(key)) for key in DECIDING} | {_BASE_KEY: base}
 
 
 def _leaves(table: JsonObject, prefix: str = "") -> Iterator[tuple[str, Json]]:

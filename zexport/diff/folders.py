@@ -10,12 +10,12 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from zexport.checkpoint.resolve import is_tag_dir, list_run_checkpoints, list_tags
+from zexport.checkpoint.resolve import is_tag_dir, list_tags
 from zexport.checkpoint.state import StoredTensor
 from zexport.diff.config import Setting, compare_configs
 from zexport.diff.tensors import Outcome, Pair, TensorDiff, compare_tensors
 from zexport.errors import CheckpointError, DamagedCheckpointError, UsageError
-from zexport.export.base_model import frozen_in, weights_file
+from zexport.export.base_model import weights_file, weights_in
 from zexport.export.plan import SourceFile
 from zexport.export.report import Progress
 from zexport.filenames import CONFIG, MANIFEST_NAME
@@ -23,7 +23,7 @@ from zexport.formats.safetensors import read_header, read_index
 from zexport.model.config import ConfigFile
 from zexport.model.hub_cache import model_folder
 from zexport.model.hub_names import Fit
-from zexport.model.names_client import Learner, NamesClient
+from zexport.model.names_client import Learner
 from zexport.options import ExportOptions
 from zexport.storage.files import children, exists, is_file, is_folder, matching
 from zexport.storage.json import Natural, as_table, read_json_object
@@ -100,7 +100,7 @@ class DiffReport(Struct, frozen=True):
 
     def count(self, outcome: Outcome) -> int:
         """Return the number of tensors with this outcome."""
-        return int(getattr(self.counts, outcome.value))
+        return int(getattr(self.counts, outcome))
 
     @property
     def is_equal(self) -> bool:
@@ -135,7 +135,7 @@ class Weights(Struct, frozen=True):
             return {}
         content = ConfigFile(config, read_json_object(config))
         shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
-        fit = Learner(None, NamesClient(are_needed=False)).fit(content, shapes)
+        fit = Learner(are_needed=False).fit(content, shapes)
         return fit.names.tied if isinstance(fit, Fit) else {}
 
 
@@ -263,7 +263,7 @@ def make_report(
         b=paths[1],
         compared=compared,
         settings=tuple(settings),
-        counts=Counts(**{outcome.value: outcomes[outcome] for outcome in Outcome}),
+        counts=Counts(**{outcome: outcomes[outcome] for outcome in Outcome}),
         modules=tuple(modules),
         nbytes_read=weights.nbytes_read + states.nbytes_read,
         tensors=tensors,
@@ -307,7 +307,7 @@ def open_weights(path: Path) -> Weights:
                     path=file,
                     hint="Pass one of the files",
                 )
-            tensors |= {name: frozen_in(header, name) for name in header.tensors}
+            tensors |= weights_in(header)
             files.append(SourceFile(file, header.version, ()))
         return Weights(path, tensors, tuple(files))
 
@@ -350,6 +350,4 @@ def _no_weights(path: Path) -> CheckpointError:
                 "It is a checkpoint: pass two checkpoints, or use zexport verify MODEL "
                 f"--against {shell_word(path)}"
             )
-        elif runs := list_run_checkpoints(path):
-            hint = f"Pass one of its checkpoints, for example {shell_word(path / runs[-1])}"
     return CheckpointError(problem, path=path, hint=hint)

@@ -29,7 +29,7 @@ from zexport.errors import layout_of
 from zexport.export.base_model import weights_file
 from zexport.export.plan import SourceFile
 from zexport.export.report import Progress
-from zexport.resharding.resumable import resumable
+from zexport.resharding.reshardable import reshardable
 from zexport.resharding.values import module_entries, records_of, slots_of, source_of
 from zexport.storage.location import place
 
@@ -78,7 +78,7 @@ def diff_states(
             f"{' and '.join(pruned)} were pruned"
         )
         return make_report(paths, compared, weights)
-    opened = [resumable(state) for state in opened]
+    opened = [reshardable(state) for state in opened]
     (a_weights, a_states), (b_weights, b_states) = map(_weights_and_states, opened)
     weights = compare_weights(a_weights, b_weights, jobs=jobs, progress=progress)
     states = compare_weights(a_states, b_states, jobs=jobs, progress=progress)

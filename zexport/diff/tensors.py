@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from enum import Enum
+from enum import StrEnum
 from threading import local
 from typing import Literal
 
@@ -45,7 +45,7 @@ _NARROWER = {DType.F64: (DType.F32, DType.BF16, DType.F16), DType.F32: (DType.BF
 Array = npt.NDArray[np.generic]
 
 
-class Outcome(Enum):
+class Outcome(StrEnum):
     """Result for one tensor."""
 
     EQUAL = "equal"

@@ -13,7 +13,7 @@ from zexport.checkpoint.resolve import original_name
 from zexport.checkpoint.state import Recorded, Structure, TrainingState, raise_problems
 from zexport.checkpoint.zero.records import PRUNED, OptimizerStates
 from zexport.errors import UnsafeError, UnsupportedError, layout_of
-from zexport.export.decide import CheckpointRecord, recorded_warnings
+from zexport.export.checked_reader import Accounting, account
 from zexport.export.manifest import Manifest
 from zexport.export.plan import (
     ExportPlan,
@@ -25,16 +25,16 @@ from zexport.export.plan import (
     plan_torch_file,
     share_memory,
 )
-from zexport.export.proof import Accounting, account
+from zexport.export.planner import CheckpointRecord, recorded_warnings
 from zexport.formats.pickle_values import TensorRef
 from zexport.formats.pickle_view import view
 from zexport.options import CheckMode, ReshardOptions
 from zexport.ranges.compare import CastReplica, Replica
 from zexport.ranges.dtypes import DType
 from zexport.ranges.source import ByteSource, paths_of
-from zexport.resharding.folder import plan_framework_files
+from zexport.resharding.framework_files import plan_framework_files
 from zexport.resharding.rank_files import plan_rank_files
-from zexport.resharding.resumable import resumable
+from zexport.resharding.reshardable import reshardable
 from zexport.resharding.target import (
     Config,
     Settings,
@@ -107,7 +107,7 @@ def plan_reshard(
     target = target or decide_target(checkpoint, options)
     settings, given, warnings = target.settings, target.given, [*target.warnings]
     findings = raise_problems(checkpoint, options.allow)
-    checkpoint = resumable(checkpoint)
+    checkpoint = reshardable(checkpoint)
     if not checkpoint.cells:
         raise UnsupportedError(
             "only DeepSpeed checkpoints can be resharded",
@@ -121,15 +121,16 @@ def plan_reshard(
 
     location, notes = checkpoint.location, list[str]()
     source, ranks = source_config(checkpoint), _ranks_before(checkpoint)
-    around = plan_framework_files(checkpoint, ranks, settings, given)
-    warnings += [*describe_losses(checkpoint, settings, dropped), *around.warnings]
+    around, more, around_notes = plan_framework_files(checkpoint, ranks, settings, given)
+    warnings += [*describe_losses(checkpoint, settings, dropped), *more]
     if checkpoint.stage == 0 and checkpoint.module_dtype is DType.F32:
         notes.append(_BY_ORDER)
-    if isinstance(settings, TargetSettings):
+    native = settings if isinstance(settings, TargetSettings) else None
+    if native is not None:
         latest, wholes = "latest", []
-        more = describe_batch_change(source, ranks, given, settings.world_size)
-        warnings += more[0]
-        notes += more[1]
+        more, batch_notes = describe_batch_change(source, ranks, given, native.world_size)
+        warnings += more
+        notes += batch_notes
     else:
         latest, wholes = "latest_universal", [checkpoint.whole]
         notes.append(_HOW_TO_LOAD)
@@ -137,7 +138,7 @@ def plan_reshard(
     replicas = (*checkpoint.replicas, *state_replicas((*checkpoint.cells, *wholes)))
     provenance = ReshardProvenance(
         checkpoint=CheckpointRecord.of(checkpoint),
-        settings=settings if isinstance(settings, TargetSettings) else None,
+        settings=native,
         universal=settings if isinstance(settings, UniversalSettings) else None,
         ds_config=given,
         dropped=dropped,
@@ -149,7 +150,7 @@ def plan_reshard(
         origin=Origin.of(checkpoint),
         form=Form((), "checkpoint", weights_only=False),
         shards=files,
-        side_files=(*around.files, SideFile(latest, location.tag.encode())),
+        side_files=(*around, SideFile(latest, location.tag.encode())),
         sources=_sources(checkpoint, replicas, files),
         replicas=replicas,
         check=options.check,
@@ -157,7 +158,7 @@ def plan_reshard(
         findings=findings,
         provenance=values_of(provenance),
         warnings=(*checkpoint.newer, *checkpoint.warnings, *warnings),
-        notes=(*checkpoint.notes, *around.notes, *notes),
+        notes=(*checkpoint.notes, *around_notes, *notes),
         overwrite=options.overwrite,
         jobs=jobs,
         chunk_nbytes=chunk_nbytes,
@@ -167,13 +168,10 @@ def plan_reshard(
 def _files(
     checkpoint: TrainingState, settings: Settings, dropped: Collection[str]
 ) -> tuple[FilePlan, ...]:
-    """Return all files of the tag folder.
-
-    An unsafe value outside client state, such as a module's extra state, is reported by its key.
-    """
-    tag = checkpoint.location.tag
+    """Return all files of the tag folder."""
+    tag_dir, tag = checkpoint.location.tag_dir, checkpoint.location.tag
     try:
-        with layout_of(checkpoint.location.tag_dir):
+        with layout_of(tag_dir):
             if isinstance(settings, TargetSettings):
                 return tuple(plan_rank_files(checkpoint, settings, tag, dropped))
             whole = whole_of(checkpoint)
@@ -182,12 +180,9 @@ def _files(
     except UnsafeError as error:
         if error.path is not None:
             raise
-        records = [one for cell in checkpoint.cells for one in records_of(cell)]
-        refused = [(one.file.path, key) for one in records for key in unwritable(one, one.values)]
-        path, key = next((one for one in refused if one[1] not in dropped), (None, "a file"))
-        raise UnsafeError(
-            f"{error.problem}, in {key!r}",
-            path=path,
+        raise UnsafeError(  # outside client state, such as a module's extra state
+            error.problem,
+            path=tag_dir,
             found=error.found,
             expected=error.expected,
             hint="Resume with as many ranks, or from an export's weights with a new optimizer",

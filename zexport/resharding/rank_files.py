@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -42,7 +42,7 @@ from zexport.formats.pickle_view import PickleView
 from zexport.ranges.computed import Partition, Partitions, Zeros
 from zexport.ranges.dtypes import DType, Shape
 from zexport.ranges.source import ByteSource, Chain, Window
-from zexport.resharding.resumable import OF_LAYOUT
+from zexport.resharding.reshardable import OF_LAYOUT
 from zexport.resharding.target import Settings, TargetSettings
 from zexport.resharding.values import (
     ModuleEntry,
@@ -61,6 +61,10 @@ _INNER = "optimizer_state_dict"
 _INFO = "universal_checkpoint_info"
 _AUTOEP_KEYS = ("ds_autoep_layers", "autoep_layers")
 """Keys of AutoEP's layers; the second is an older name."""
+
+
+_size: Callable[[Shape], Size] = cache(Size)
+"""Returns one object per shape, which is written once."""
 
 
 class Place(Struct, frozen=True):
@@ -123,23 +127,16 @@ def _check_target(state: TrainingState, settings: TargetSettings) -> None:
             found=settings.world_size,
             expected=f"a multiple of {size}",
         )
-    is_zero3 = settings.stage == ZERO3
-    without_table = [cell for cell in state.cells if cell.frozen is None]
-    frozen = [one for cell in without_table for one in cell.parameters.values()]
-    if is_zero3 and any(one.role is Role.FROZEN for one in frozen):
-        raise UsageError(
-            "frozen weights next to experts would be lost under ZeRO-3",
-            path=path,
-            hint="Pass --stage 2, or --stage 1",
-        )
-    recorded = (one.settings for cell in state.cells for one in cell.groups if one.settings)
-    of_adagrad = "initial_accumulator_value"
-    if is_zero3 and any(of_adagrad in one.values for one in recorded):
-        raise UsageError(
-            "DeepSpeed loads no state of torch's Adagrad under ZeRO-3",
-            path=path,
-            hint="Pass --stage 2, or --stage 1",
-        )
+    problem = ""
+    for cell in state.cells if settings.stage == ZERO3 else ():
+        roles = {one.role for one in cell.parameters.values()}
+        if cell.frozen is None and Role.FROZEN in roles:
+            problem = "frozen weights next to experts would be lost under ZeRO-3"
+        recorded = [one.settings.values for one in cell.groups if one.settings is not None]
+        if any("initial_accumulator_value" in one for one in recorded):
+            problem = "DeepSpeed loads no state of torch's Adagrad under ZeRO-3"
+    if problem:
+        raise UsageError(problem, path=path, hint="Pass --stage 2, or --stage 1")
 
 
 def _expert_files(cell: Cell, model: ModelStates, tag: str) -> Iterator[FilePlan]:
@@ -171,29 +168,32 @@ class FlatTarget(Struct, frozen=True):
     whole: Mapping[str, Partitions | Chain]
     dtypes: Mapping[str, DType]
 
-    def padding(self, place: Place) -> int:
-        """Return the padding elements in a partition of ZeRO-1/2; a small group has many."""
+    def _span(self, place: Place) -> tuple[int, int]:
+        """Return the first element of a partition of ZeRO-1/2, and their number."""
         number, count = place.of(self.group)
         full = flat_partition_numel(self.numel, count)
-        return min(full, max(0, (number + 1) * full - self.numel))
+        return number * full, full
+
+    def padding(self, place: Place) -> int:
+        """Return the padding elements in a partition of ZeRO-1/2; a small group has many."""
+        begin, full = self._span(place)
+        return min(full, max(0, begin + full - self.numel))
 
     def leaf(self, slot: str, place: Place, padding: int = 0) -> TensorLeaf:
         """Return the partition of one slot, without its last ``padding`` elements."""
         dtype, whole = self.dtypes[slot], self.whole[slot]
-        number, count = place.of(self.group)
         if isinstance(whole, Partitions):
-            return _flat_leaf(Partition(whole, number), dtype)
-        full, size = flat_partition_numel(self.numel, count), dtype.itemsize
-        return _flat_leaf(Window(whole, number * full * size, (full - padding) * size), dtype)
+            return _flat_leaf(Partition(whole, place.of(self.group)[0]), dtype)
+        (begin, full), size = self._span(place), dtype.itemsize
+        return _flat_leaf(Window(whole, begin * size, (full - padding) * size), dtype)
 
     def whole_leaf(self, slot: str, place: Place) -> TensorLeaf:
         """Return one slot of every parameter that is partly in the partition, whole."""
-        number, count = place.of(self.group)
-        full = flat_partition_numel(self.numel, count)
+        begin, full = self._span(place)
         found, offset = [], 0
         for one in self.parameters:
             end = offset + prod(one.shape)
-            if max(offset, number * full) < min(end, (number + 1) * full):
+            if max(offset, begin) < min(end, begin + full):
                 found.append(source_of(one, slot))
             offset = end
         return _flat_leaf(Chain(tuple(found)), self.dtypes[slot])
@@ -295,8 +295,8 @@ def _optimizer_value(
         zero: dict[object, object] = {
             "zero_stage": ZERO3,
             "loss_scaler": loss_scaler(inner) or static_loss_scaler(),
-            "dynamic_loss_scale": _number(inner, "dynamic_loss_scale"),
-            "overflow": _number(inner, "overflow"),
+            "dynamic_loss_scale": inner.values.get("dynamic_loss_scale", False),
+            "overflow": inner.values.get("overflow", False),
             "partition_count": settings.world_size,
             **(
                 {"ds_zero_partition_groups": _partition_groups(flats, place)} if has_experts else {}
@@ -338,22 +338,13 @@ def scaling_of(inner: Recorded, *, is_scaled: bool = True) -> dict[object, objec
     scaler = loss_scaler(inner) if is_scaled else None
     if scaler is not None:
         kept["loss_scaler"] = scaler
-        kept |= {key: _number(inner, key) for key in ("dynamic_loss_scale", "overflow")}
-    if "clip_grad" in inner.values:
-        kept["clip_grad"] = _number(inner, "clip_grad")
-    return kept
+        kept |= {key: inner.values.get(key, False) for key in ("dynamic_loss_scale", "overflow")}
+    return kept | {key: one for key, one in inner.values.items() if key == "clip_grad"}
 
 
 def version_in(inner: Recorded) -> str:
     """Return the DeepSpeed version of the source, without which ZeRO-1/2 loads nothing."""
     return PickleView(inner.file.path, "optimizer states", inner.values).get("ds_version").text()
-
-
-def _number(inner: Recorded, key: str) -> object:
-    value = inner.values.get(key, False)
-    if not isinstance(value, bool | int | float):
-        PickleView(inner.file.path, f"optimizer states[{key!r}]", value).fail("is not a number")
-    return value
 
 
 def _wrapped_optimizer(
@@ -520,12 +511,6 @@ class ModelFiles:
         return partitions
 
 
-@cache
-def _size(shape: Shape) -> Size:
-    """Return one object per shape, which is written once."""
-    return Size(shape)
-
-
 def _whole(one: Parameter, slot: str, dtype: DType | None = None) -> TensorLeaf:
     own = one.dtype_of(slot)
     return TensorLeaf(one.shape, dtype or own, one.source(slot), own)
@@ -576,11 +561,11 @@ def _autoep_records(
         }
         return {**layer, **{key: one for key, one in now.items() if key in layer}}
 
-    found: dict[object, object] = {}
-    for key in _AUTOEP_KEYS:
-        if isinstance(layers := recorded.get(key), list):
-            found[key] = [*map(of_rank, layers)]
-    info = recorded.get(_INFO)
-    if isinstance(info, dict) and isinstance(layers := info.get(_AUTOEP_KEYS[0]), list):
-        found[_INFO] = {**info, _AUTOEP_KEYS[0]: [*map(of_rank, layers)]}
+    def layers_in(table: Mapping[object, object]) -> dict[object, object]:
+        found = ((key, table.get(key)) for key in _AUTOEP_KEYS)
+        return {key: [*map(of_rank, one)] for key, one in found if isinstance(one, list)}
+
+    found = layers_in(recorded)
+    if isinstance(info := recorded.get(_INFO), dict):
+        found[_INFO] = {**info, **layers_in(info)}
     return found

@@ -81,7 +81,7 @@ class UniversalSettings(Struct, frozen=True):
 
     Attributes:
         for_deepspeed: version of DeepSpeed that loads it; null for any from 0.19.3 on.
-        stage: ZeRO stage that loads it; null for 1, 2 and 3.
+        stage: ZeRO stage that loads it; null for 1, 2 and 3. Tensors for ZeRO-3 are flat.
     """
 
     for_deepspeed: str | None = None
@@ -92,11 +92,6 @@ class UniversalSettings(Struct, frozen=True):
         stages = "ZeRO-1, 2 or 3" if self.stage is None else f"ZeRO-{self.stage}"
         newest = "" if self.for_deepspeed is None else f", DeepSpeed {self.for_deepspeed}"
         return f"universal, for any number of ranks under {stages}{newest}"
-
-    @property
-    def is_flat(self) -> bool:
-        """Whether tensors are flat, as ZeRO-3 loads them before 0.19.3."""
-        return self.stage == ZERO3
 
 
 Settings: TypeAlias = TargetSettings | UniversalSettings

@@ -83,25 +83,24 @@ def whole_of(state: TrainingState) -> Whole:
     models, parameters, stages = models_of(state), dict[str, Parameter](), list[tuple[Group, ...]]()
     grid = models[0].grid  # the parallelism of a universal checkpoint is not recorded
     tensor = state.parallelism.tensor_ranks
-    tensor = grid.tensor if grid is not None and len(models) > 1 else tensor
+    tensor = grid.tensor_ranks if grid is not None and len(models) > 1 else tensor
     trained = {one.name for cell in state.cells for one in cell.trained()}
     keys, count = _expert_keys(models, trained), tensor * state.cells[0].expert_ranks
     for first in range(0, len(state.cells), count):
         cells = state.cells[first : first + count]
         stages.append(_merge_groups([cell.groups for cell in cells]))
         names = [name for group in stages[-1] for name in group.names]
+        parts = {name: [cell.parameters[name] for cell in cells] for name in names}
+        ranks, layers = None, autoep_weights(models[first // count])
         if tensor > 1:
-            shards = {name: [cell.parameters[name].shape for cell in cells] for name in names}
+            shards = {name: [one.shape for one in alike] for name, alike in parts.items()}
             ranks = tensor_ranks(models[first : first + tensor], shards)
-            for name in names:
-                one, _ = ranks.join([cell.parameters[name] for cell in cells])
-                parameters.setdefault(name, ranks.trim(one))
-                keys[name] = _split_keys(ranks, name)
-            continue
-        layers = autoep_weights(models[first // count])
-        for name in names:  # without ZeRO, only the cells have optimizer states of fp32 experts
-            alike, layer = [cell.parameters[name] for cell in cells], layers.get(name)
-            one = alike[0] if layer is None else join_experts(alike, layer)
+        for name, alike in parts.items():
+            one = alike[0]
+            if ranks is not None:
+                one, keys[name] = ranks.trim(ranks.join(alike)[0]), _split_keys(ranks, name)
+            elif name in layers:  # without ZeRO, only the cells have states of fp32 experts
+                one = join_experts(alike, layers[name])
             parameters.setdefault(name, one)
     return Whole(parameters, tuple(map(_without_size, _merge_groups(stages))), keys)
 
@@ -178,7 +177,7 @@ def plan_universal_files(
         if cell.expert_rank == 0:
             yield from _model_files(cell, tag, dropped)
     yield from copied_files(state, tag, FileKind.PIPELINE_LAYER)
-    cell = state.cells[0]
+    cell, is_flat = state.cells[0], settings.stage == ZERO3
     optimizer = _optimizer_state(records_of(cell)[1], whole.groups)
     yield plan_torch_file(f"{tag}/{FOLDER}/{OPTIMIZER_STATE}.pt", optimizer)
     for group in whole.groups:
@@ -186,9 +185,9 @@ def plan_universal_files(
             folder = f"{tag}/{FOLDER}/{_folder_name(one.name, cell)}"
             keys = whole.keys.get(one.name, {"cat_dim": 0})
             for slot, dtype in slots_of(one).items():
-                shape = (prod(one.shape),) if settings.is_flat else one.shape
+                shape = (prod(one.shape),) if is_flat else one.shape
                 leaf = TensorLeaf(shape, dtype, source_of(one, slot), dtype)
-                content: object = leaf if settings.is_flat else {"param": leaf, **keys}
+                content: object = leaf if is_flat else {"param": leaf, **keys}
                 yield plan_torch_file(f"{folder}/{slot}.pt", content)
             if STEP in group.scalars.values:  # of scalar states, DeepSpeed loads only the step
                 step = with_leaves(group.scalars.values[STEP], group.scalars.file)

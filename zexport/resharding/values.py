@@ -24,6 +24,7 @@ from zexport.checkpoint.zero.records import ZERO3, ModelStates
 from zexport.errors import UnsafeError
 from zexport.export.plan import FilePlan, plan_torch_file
 from zexport.formats.pickle_values import (
+    LOSS_SCALERS,
     NEWOBJ,
     Global,
     Opaque,
@@ -37,9 +38,7 @@ from zexport.formats.torch_writer import lay_out
 from zexport.ranges.dtypes import DType
 from zexport.ranges.source import ByteSource
 
-_DEPTH_MAX = 100
 _LOSS_SCALERS = "deepspeed.runtime.fp16.loss_scaler"
-_NUMBERS = (bool, int, float, type(None))
 
 _OWN_KEYS = frozenset(
     {
@@ -61,7 +60,7 @@ def with_leaves(value: object, file: TorchFile) -> object:
     leaves: dict[TensorRef, TensorLeaf] = {}
     copies: dict[int, object] = {}
 
-    def copied(value: object, depth: int = 0) -> object:
+    def copied(value: object) -> object:
         if isinstance(value, TensorRef):
             if value not in leaves:
                 source = file.source(value)
@@ -69,17 +68,18 @@ def with_leaves(value: object, file: TorchFile) -> object:
             return leaves[value]
         if type(value) not in (dict, Ordered, list, tuple, Opaque):
             return value
-        if depth > _DEPTH_MAX:
-            raise UnsafeError(
-                f"a value is nested more than {_DEPTH_MAX} deep",
-                path=file.path,
-                hint="Leave out client state with --drop-client-state",
-            )
         if id(value) not in copies:
-            copies[id(value)] = _rebuilt(value, lambda part: copied(part, depth + 1))
+            copies[id(value)] = _rebuilt(value, copied)
         return copies[id(value)]
 
-    return copied(value)
+    try:
+        return copied(value)
+    except RecursionError as error:
+        raise UnsafeError(
+            "a value is nested too deep, or contains itself",
+            path=file.path,
+            hint="Leave out client state with --drop-client-state",
+        ) from error
 
 
 def _rebuilt(value: object, copied: Callable[[object], object]) -> object:
@@ -133,29 +133,23 @@ def loss_scaler(recorded: Recorded) -> Opaque | None:
     if value is None:
         return None
     callee, state = (value.callee, value.state) if isinstance(value, Opaque) else (None, None)
-    is_known = callee in (_scaler("LossScaler"), _scaler("DynamicLossScaler"))
-    if is_known and isinstance(state, dict) and all(map(_is_plain, state.values())):
+    if callee in tuple(LOSS_SCALERS) and isinstance(state, dict):
         return Opaque(callee, (), dict(state), opcode=NEWOBJ)
     raise UnsafeError(
-        "loss_scaler is not one of DeepSpeed's two loss scalers with plain numbers",
+        "loss_scaler is not one of DeepSpeed's two loss scalers",
         path=recorded.file.path,
         found=callee,
         hint="Do not load this file with torch.load; ask who wrote it",
     )
 
 
-def _scaler(name: str) -> Global:
-    return Global(_LOSS_SCALERS, name)
-
-
-def _is_plain(value: object) -> bool:
-    return isinstance(value, _NUMBERS) or (isinstance(value, Global) and value.module == "torch")
+def _scaler(name: str, **state: object) -> Opaque:
+    return Opaque(Global(_LOSS_SCALERS, name), (), state, opcode=NEWOBJ)
 
 
 def static_loss_scaler() -> Opaque:
     """Return a loss scaler that does not scale; ZeRO-3 requires one."""
-    state: dict[str, object] = {"cur_scale": 1.0, "dynamic": False}
-    return Opaque(_scaler("LossScaler"), (), state, opcode=NEWOBJ)
+    return _scaler("LossScaler", cur_scale=1.0, dynamic=False)
 
 
 def slots_of(one: Parameter) -> dict[str, DType]:
@@ -235,7 +229,8 @@ def _optimizer_without_zero(model: ModelStates, file: TorchFile) -> Recorded:
     optimizer = view(file, "states").get("optimizer")
     root, fp16 = optimizer.table(), PickleView(file.path, "fp16", model.config.get("fp16")).table()
     scale, is_dynamic = root.get("cur_scale"), root.get("dynamic_loss_scale") is True
-    state: dict[str, object] = {"cur_scale": scale if isinstance(scale, int | float) else 1.0}
+    scale = scale if isinstance(scale, int | float) else 1.0
+    state: dict[str, object] = {"cur_scale": scale, "dynamic": False}
     if is_dynamic:
         kept = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
         state = {key: optimizer.need(key).value for key in kept} | {
@@ -247,9 +242,9 @@ def _optimizer_without_zero(model: ModelStates, file: TorchFile) -> Recorded:
             "raise_error_at_min_scale": True,
             "dtype": Global("torch", "float16"),
         }
-    callee = _scaler("DynamicLossScaler" if is_dynamic else "LossScaler")
+    name = "DynamicLossScaler" if is_dynamic else "LossScaler"
     states = {key: value for key, value in root.items() if key == "clip_grad"} | {
-        "loss_scaler": Opaque(callee, (), state | {"dynamic": is_dynamic}, opcode=NEWOBJ),
+        "loss_scaler": _scaler(name, **state),
         "dynamic_loss_scale": is_dynamic,
     }
     config = {"ds_config": model.config, "ds_version": model.version}

@@ -7,11 +7,11 @@ Source: DeepSpeed 0.14.5, 0.17.6, 0.18.0, 0.19.2, 0.19.3 and 0.19.8, ``runtime/e
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from math import prod
+from math import gcd, prod
 
 from msgspec import Struct
 
-from zexport.checkpoint.state import MASTER, Cell, FileKind, TrainingState
+from zexport.checkpoint.state import MASTER, Cell, FileKind, Role, TrainingState
 from zexport.checkpoint.zero.flat_groups import MOMENTUM, is_per_parameter
 from zexport.checkpoint.zero.records import ZERO3
 from zexport.checkpoint.zero.universal import STEP
@@ -27,7 +27,7 @@ from zexport.resharding.target import (
     release,
 )
 from zexport.resharding.universal_files import shared_settings
-from zexport.resharding.values import module_entries, records_of, slots_of
+from zexport.resharding.values import records_of, slots_of
 from zexport.text import some
 
 _ADAMS = ("exp_avg", "exp_avg_sq")
@@ -65,12 +65,11 @@ def _batch(config: Config, ranks: int) -> Batch | None:
         return None
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     whole, micro, accumulation = (_count(config.get(key)) for key in keys)
-    if micro is None and whole is not None:
+    if whole is not None and micro is None:
         micro = whole // (ranks * (accumulation or 1))
-    if accumulation is None and micro and whole is not None:
+    elif whole is not None and micro is not None and accumulation is None:
         accumulation = whole // (ranks * micro)
-    batch = Batch(ranks, micro, accumulation or 1) if micro else None
-    return batch if batch is None or whole in (None, batch.rows) else None
+    return Batch(ranks, micro, accumulation or 1) if micro else None
 
 
 def _count(value: object) -> int | None:
@@ -88,13 +87,10 @@ def describe_batch_change(
         changed = f"--ds-config: the global batch changes from {source} to {target}"
         return [changed] if target.rows != source.rows else [], []
     share, rest = divmod(source.rows, after)
-    if rest:
-        near = Batch(after, source.micro, max(1, round(share / source.micro)))
-        return [], [f"global batch: {source} is impossible on {after:,} ranks. Closest: {near}"]
-    micro = next(rows for rows in range(min(source.micro, share), 0, -1) if share % rows == 0)
-    return [], [
-        f"global batch: {source} before; keep it with {Batch(after, micro, share // micro)}"
-    ]
+    micro = source.micro if rest else gcd(source.micro, share)
+    near = Batch(after, micro, max(1, round(share / micro)))
+    how = f"impossible on {after:,} ranks. Closest: {near}" if rest else f"keep it with {near}"
+    return [], [f"global batch: {source} before; {how}"]
 
 
 # What is not loaded
@@ -148,10 +144,8 @@ def describe_losses(
 
 def _lost(cell: Cell, settings: UniversalSettings) -> Iterator[str]:
     """Yield what DeepSpeed does not load from a universal checkpoint, or loads wrongly."""
-    trained = {one.name for one in cell.trained()}
-    rest = {one.owner: one for one in module_entries(cell).values() if one.owner not in trained}
-    for kind, is_parameter in (("frozen weight", True), ("buffer", False)):
-        names = [name for name, one in rest.items() if one.is_parameter is is_parameter]
+    for kind, role in (("frozen weight", Role.FROZEN), ("buffer", Role.BUFFER)):
+        names = [one.name for one in cell.parameters.values() if one.role is role]
         if names:
             yield (
                 f"DeepSpeed does not load {len(names):,} {kind}{'s' * (len(names) != 1)} "
@@ -169,7 +163,7 @@ def _lost(cell: Cell, settings: UniversalSettings) -> Iterator[str]:
     if min(stages) < ZERO3 and any(is_per_parameter(one, MOMENTUM) for one in recorded):
         yield "under ZeRO-1 and 2, DeepSpeed loads Muon's momentum wrongly, except on one rank"
     version = settings.for_deepspeed
-    if version is not None and settings.is_flat and release(version) < _RIGHT_ON_NODES:
+    if version is not None and settings.stage == ZERO3 and release(version) < _RIGHT_ON_NODES:
         yield (
             f"DeepSpeed {version} loads it wrongly on several nodes, and only the first "
             "sub_group_size elements of a rank. Load it with 0.18.0 or newer"

@@ -6,7 +6,6 @@ torchrun or the deepspeed launcher, the command itself is a rank.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -304,9 +303,7 @@ def end_with_parent() -> None:
 
 def main() -> None:
     """Run one rank, as torchrun starts it."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("options_file", type=Path)
-    options_file: Path = parser.parse_args().options_file
+    options_file = Path(sys.argv[1])
     run, rank = options_file.parent, os.environ["RANK"]
     end_with_parent()
     terminal = os.fdopen(os.dup(2), "w", buffering=1)

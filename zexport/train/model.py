@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import re
 from importlib import resources
-from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from msgspec import Struct
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 _HEADS, _KEY_VALUE_HEADS = 4, 2
 _LORA_RANK = 8
 _BEGIN, _END, _PAD = "<s>", "</s>", "<pad>"
-_SCHEMA = 2
+_SCHEMA = 3
 
 
 # Model
@@ -225,72 +224,11 @@ def _learned_tokenizer(text: str, vocab_size: int) -> PreTrainedTokenizerBase:
 # Description
 
 
-def describe_source(
-    model: torch.nn.Module, dtype: torch.dtype, twin: PreTrainedModel, *, adapter: bool
-) -> str:
-    """Return ``zexport_source.json`` for ``model`` as DeepSpeed has cast and partitioned it.
+def describe_source(twin: PreTrainedModel, *, adapter: bool) -> str:
+    """Return ``zexport_source.json``: the model's Hub names, so that exports need no transformers.
 
-    ``tensors`` are those of an export, a tied weight once; ``stored_name`` the name in the
-    checkpoint; ``model`` how each is converted, so that an export needs no transformers.
+    Those of an adapter come from its base model.
     """
-    from transformers.core_model_loading import revert_weight_conversion  # noqa: PLC0415
-
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    in_memory = {
-        # ZeRO-3 replaces data by an empty tensor (deepspeed 0.19.8, partition_parameters.py).
-        name: torch.empty(
-            getattr(parameters.get(name), "ds_shape", tensor.shape),
-            dtype=tensor.dtype,
-            device="meta",
-        )
-        for name, tensor in model.state_dict().items()
-    }
-    tied = _tied(parameters, twin)
-    memory = {name: tensor for name, tensor in in_memory.items() if name not in tied}
-    hub = memory
-    if not adapter:
-        left_out = set(twin._keys_to_ignore_on_save or ())
-        saved = {name: tensor for name, tensor in memory.items() if name not in left_out}
-        hub = revert_weight_conversion(twin, saved)
-    stored_names = {id(tensor): name for name, tensor in memory.items()}
-    tensors = {}
-    for name, tensor in sorted(hub.items()):
-        tensors[name] = {"shape": list(tensor.shape), "dtype": _name(tensor.dtype)}
-        if id(tensor) in stored_names:
-            tensors[name]["stored_name"] = stored_names[id(tensor)]
-    shapes, hub_shapes = ({n: t.shape for n, t in side.items()} for side in (memory, hub))
-    description: dict[str, Any] = {
-        "schema": _SCHEMA,
-        "created_by": f"zexport train {__version__}",
-        **{name: version(name) for name in ("transformers", "torch", "deepspeed")},
-        "model_type": twin.config.model_type,
-        "architecture": type(twin).__name__,
-        "dtype": _name(dtype),
-        "tensors": tensors,
-        "tied": tied,
-        "buffers": sorted(in_memory.keys() - parameters.keys()),
-        "frozen": sorted(n for n, p in model.named_parameters() if not p.requires_grad),
-        "names_match_memory": hub_shapes == shapes,
-    }
-    if adapter:
-        description["adapter"] = True
-    else:
-        description["model"] = describe_model(twin, as_loaded=True)
-    return json.dumps(description, indent=2) + "\n"
-
-
-def _tied(parameters: dict[str, torch.nn.Parameter], twin: PreTrainedModel) -> dict[str, str]:
-    """Return alias to kept name of every parameter that has several names."""
-    aliases = set(twin.all_tied_weights_keys)
-    names: dict[int, list[str]] = {}
-    for name, parameter in parameters.items():
-        names.setdefault(id(parameter), []).append(name)
-    tied = {}
-    for same in (group for group in names.values() if len(group) > 1):
-        kept = next((name for name in same if name not in aliases), same[0])
-        tied.update({name: kept for name in same if name != kept})
-    return tied
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    what = {"adapter": True} if adapter else {"model": describe_model(twin, as_loaded=True)}
+    created_by = f"zexport train {__version__}"
+    return json.dumps({"schema": _SCHEMA, "created_by": created_by, **what}, indent=2) + "\n"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -175,8 +174,6 @@ def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def check_free(out: Path) -> None:
     """Raise if a folder for a new run is not empty."""
-    if out.exists() and not out.is_dir():
-        raise OutputError("not a folder", path=out)
     if out.is_dir() and any(out.iterdir()):
         raise OutputError(
             "not empty",
@@ -215,18 +212,3 @@ class TrainSummary(Struct, frozen=True, kw_only=True):
 
     def to_json(self) -> str:
         return json.dumps(form_of(self))
-
-    def to_text(self) -> str:
-        """Return the losses, the checkpoint, and the next command."""
-        here = Path.cwd()
-        out = self.out.relative_to(here) if self.out.is_relative_to(here) else self.out
-        where = out / self.tag if self.partitioned else out / "gathered" / self.tag
-        lines = [
-            f"trained {self.steps} steps on {self.world_size} ranks, ZeRO stage {self.stage}:"
-            f" loss {self.first_loss:.3f} -> {self.last_loss:.3f}",
-            f"checkpoint: {where}",
-        ]
-        if self.partitioned:
-            run, model = shlex.quote(str(out)), shlex.quote(f"{out}-model")
-            lines.append(f"next: zexport consolidate {run} {model}")
-        return "\n".join(lines)

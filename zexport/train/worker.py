@@ -14,10 +14,10 @@ import torch.distributed
 from msgspec import Struct
 from msgspec.structs import replace
 
-from zexport.errors import OutputError, ZexportError
+from zexport.errors import ZexportError
 from zexport.filenames import SOURCE_SIDECAR
 from zexport.storage.files import make_folder, write_durably
-from zexport.storage.os_errors import steadily
+from zexport.storage.os_errors import steadily, writing
 from zexport.train.loop import Place, resume_from_latest, train_steps
 from zexport.train.model import (
     Corpus,
@@ -170,7 +170,7 @@ def start_run(
         model_parameters=trained if groups is None else groups(model),
         config=_ds_config(options),
     )
-    source = describe_source(model, dtype, twin, adapter=options.lora)
+    source = describe_source(twin, adapter=options.lora)
     ranks.from_first(lambda: _describe_run(options, base, writer, source))
     return Saver(engine, ranks, options, writer), corpus
 
@@ -182,15 +182,13 @@ def _claim_folder(options: TrainOptions, model: PreTrainedModel, dtype: torch.dt
     """
     if options.resume:
         return
-    try:
+    with writing(options.out):
         check_free(options.out)
         make_folder(options.out)
         if options.lora and options.model is None:
             rounded = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
             meta_twin(model, dtype).save_pretrained(options.base, state_dict=rounded)
             open_like_config(options.base)
-    except OSError as error:
-        raise OutputError(f"cannot be created: {error.strerror}", path=options.out) from error
 
 
 def _describe_run(
@@ -201,7 +199,7 @@ def _describe_run(
 ) -> None:
     """Write config, tokenizer, source description and options into OUT."""
     out = options.out
-    try:
+    with writing(out):
         model.config.save_pretrained(out)
         if model.can_generate():
             model.generation_config.save_pretrained(out)
@@ -211,8 +209,6 @@ def _describe_run(
         kept = replace(options, out=Path()).to_json()  # the folder may be moved
         for name, text in ((SOURCE_SIDECAR, source), (OPTIONS_FILE, kept)):
             steadily(partial(write_durably, out / name, text.encode()))
-    except OSError as error:
-        raise OutputError(f"cannot be written: {error.strerror}", path=out) from error
 
 
 def _ds_config(options: TrainOptions) -> dict[str, Any]:

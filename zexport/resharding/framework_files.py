@@ -13,13 +13,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from msgspec import Struct
-
 from zexport.checkpoint.resolve import LATEST, Framework, Location
 from zexport.checkpoint.state import TrainingState
 from zexport.errors import CheckpointError
 from zexport.export.plan import SideFile
 from zexport.filenames import MANIFEST_NAME
+from zexport.formats.pickle_view import view
 from zexport.formats.torch_file import read_torch_file
 from zexport.resharding.target import Config, Settings, TargetSettings, layout_config
 from zexport.storage.files import children, exists, is_file, is_folder, leaves
@@ -37,29 +36,20 @@ _ACCELERATE_RNG = re.compile(r"random_states_\d+\.pkl")
 _SCHEDULER = re.compile(r"scheduler(_\d+)?\.bin")
 
 
-class Surroundings(Struct, frozen=True):
-    """The files next to the tag folder, with warnings and notes."""
-
-    files: tuple[SideFile, ...] = ()
-    warnings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-
-
 def plan_framework_files(
     checkpoint: TrainingState, ranks_before: int, settings: Settings, config: Config | None
-) -> Surroundings:
-    """Return the files around the tag folder, for the new number of ranks.
+) -> tuple[list[SideFile], list[str], list[str]]:
+    """Return the files around the tag folder for the new number of ranks, warnings and notes.
 
     ``config`` is a DeepSpeed config passed for the resumed run, ``ranks_before`` the data-parallel
     world size of the checkpoint.
     """
     location = checkpoint.location
     if location.framework in (Framework.DEEPSPEED, Framework.OPENRLHF):
-        return Surroundings()
-    model_parallel = (checkpoint.ranks or ranks_before) // ranks_before
-    before, after = ranks_before * model_parallel, None
+        return [], [], []
+    before, after = checkpoint.ranks or ranks_before, None
     if isinstance(settings, TargetSettings):
-        after = settings.world_size * model_parallel
+        after = settings.world_size * before // ranks_before
     with reading(location.root):
         found = {path.relative_to(location.root).as_posix(): path for path in _around(location)}
     kept = {name: path for name, path in found.items() if not _WEIGHTS.fullmatch(name)}
@@ -84,7 +74,7 @@ def plan_framework_files(
     ):
         given = None if config is None else layout_config(settings, config, checkpoint)
         files[OPTIONS_FILE] = _train_options(path, settings, after, given)
-    return Surroundings(tuple(files.values()), tuple(warnings), tuple(notes))
+    return [*files.values()], warnings, notes
 
 
 def _around(location: Location) -> Iterator[Path]:
@@ -117,13 +107,11 @@ def _scheduler_counts(kept: Mapping[str, Path], ranks: int, updates: int) -> Ite
 
     Source: torch 2.13, ``optim/lr_scheduler.py`` (``last_epoch``).
     """
-    for name, path in sorted(kept.items()):
-        count = None
-        if updates > 0 and _SCHEDULER.fullmatch(name):
-            with suppress(CheckpointError):
-                value = read_torch_file(path).value
-                count = value.get("last_epoch") if isinstance(value, dict) else None
-        if count == updates * ranks and count is not None:
+    for name in sorted(filter(_SCHEDULER.fullmatch, kept)):
+        count = 0
+        with suppress(CheckpointError):
+            count = view(read_torch_file(kept[name]), name).table().get("last_epoch", 0)
+        if count == updates * ranks and updates > 0:
             yield (
                 f"{name} counts ranks x updates ({ranks:,} x {updates:,} = {count:,}) and is "
                 "copied unchanged: on other ranks, the schedule continues at another point"

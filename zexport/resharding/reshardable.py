@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
 
-from msgspec.structs import astuple, replace
+from msgspec.structs import replace
 
 from zexport.checkpoint.state import (
     MASTER,
@@ -29,19 +28,15 @@ from zexport.checkpoint.zero.flat_groups import (
     InFlat,
     round_robin_order,
 )
+from zexport.checkpoint.zero.module_names import is_placeholder
 from zexport.checkpoint.zero.ranks import Ranks, no_optimizer
 from zexport.checkpoint.zero.records import Kept, ModelStates, OptimizerStates, scalar
 from zexport.checkpoint.zero.stage0 import ROUNDED, numbered_groups, optimizer_of
 from zexport.errors import IncompleteCheckpointError, UnsupportedError
-from zexport.formats.pickle_values import (
-    Opaque,
-    Ordered,
-    Size,
-    StorageRef,
-    TensorRef,
-)
+from zexport.formats.pickle_values import Opaque, StorageRef, TensorRef
 from zexport.formats.pickle_view import PickleView
 from zexport.formats.torch_file import TorchFile
+from zexport.formats.torch_writer import parts_of, tensors_in
 
 _NEW_OPTIMIZER = "Start from an export's weights, with a new optimizer"
 
@@ -63,7 +58,7 @@ OF_LAYOUT = frozenset(
 _OF_EXPERTS = frozenset({"ds_autoep_layers", "autoep_layers", "universal_checkpoint_info"})
 
 
-def resumable(state: TrainingState) -> TrainingState:
+def reshardable(state: TrainingState) -> TrainingState:
     """Return the state with cells that can be partitioned again.
 
     Raises:
@@ -74,11 +69,11 @@ def resumable(state: TrainingState) -> TrainingState:
     if state.pruned_files:
         path = state.location.tag_dir
         raise _no_states(path, "optimizer states were removed by zexport prune")
-    cells = tuple(_resumable(cell, state.zero[cell.index]) for cell in state.cells)
+    cells = tuple(_reshardable_cell(cell, state.zero[cell.index]) for cell in state.cells)
     return replace(state, split=lambda: cells)
 
 
-def _resumable(cell: Cell, ranks: Ranks) -> Cell:
+def _reshardable_cell(cell: Cell, ranks: Ranks) -> Cell:
     """Return a cell with each rank's own values, and copies of states that ranks have whole.
 
     A rank without a model states file has rank 0's values.
@@ -106,13 +101,7 @@ def _resumable(cell: Cell, ranks: Ranks) -> Cell:
             shape = group.shapes[name]
             kept = [Parameter(name, shape, Role.TRAINABLE, {MOMENTUM: one}) for one in stored]
             copies += [Copy(kept[0], other) for other in kept[1:]]
-    found, own = _differing(ranks), []
-    for rank in range(len(ranks.owners)) if any(found) else ():
-        model = ranks.model.get(rank, ranks.first)
-        tables = zip(_own_values(model), found, strict=True)
-        values = [{key: table[key] for key in keys if key in table} for table, keys in tables]
-        own.append(RankValues(*(Recorded(model.file, one) for one in values)))
-    return replace(cell, groups=groups, own=tuple(own), copies=(*cell.copies, *copies))
+    return replace(cell, groups=groups, own=_own_values(ranks), copies=(*cell.copies, *copies))
 
 
 def _groups(
@@ -136,28 +125,38 @@ def _groups(
         )
 
 
-def _differing(ranks: Ranks) -> tuple[list[str], list[str]]:
-    """Return keys of client state, and buffers, that differ between ranks of a ZeRO-3 run.
+def _own_values(ranks: Ranks) -> tuple[RankValues, ...]:
+    """Return client state and buffers that differ between ranks of a ZeRO-3 run, by rank.
 
     Source: DeepSpeed 0.10 to 0.19, ``runtime/engine.py`` (``_save_checkpoint``).
     """
-    models = [ranks.model[rank] for rank in sorted(ranks.model)] if ranks.is_zero3 else []
-    found = []
-    for number in range(2):
-        tables = [
-            {key: _content(one.file, value) for key, value in _own_values(one)[number].items()}
-            for one in models
-        ]
-        keys = {key for own in tables for key in own}
-        found.append(sorted(n for n in keys if any(o.get(n) != tables[0].get(n) for o in tables)))
-    return found[0], found[1]
+    if not ranks.is_zero3:
+        return ()
+    models = [ranks.model.get(rank, ranks.first) for rank in range(len(ranks.owners))]
+    client, buffers = _differing(map(_client_of, models)), _differing(map(_buffers_of, models))
+    own = tuple(map(RankValues, client, buffers))
+    return own if any(one.client.values or one.buffers.values for one in own) else ()
 
 
-def _own_values(one: ModelStates) -> tuple[Mapping[str, object], Mapping[str, object]]:
-    """Return the client state, and everything in the module except placeholders of parameters."""
-    client = {k: v for k, v in one.root.table().items() if k not in OF_LAYOUT | _OF_EXPERTS}
+def _differing(recorded: Iterable[Recorded]) -> list[Recorded]:
+    """Return each rank's values of the keys that have other values on another rank."""
+    ranks = [*recorded]
+    contents = [{k: _content(one.file, v) for k, v in one.values.items()} for one in ranks]
+    first = contents[0]
+    keys = sorted({k for own in contents for k in first | own if own.get(k) != first.get(k)})
+    return [Recorded(o.file, {k: o.values[k] for k in keys if k in o.values}) for o in ranks]
+
+
+def _client_of(one: ModelStates) -> Recorded:
+    kept = {k: v for k, v in one.root.table().items() if k not in OF_LAYOUT | _OF_EXPERTS}
+    return Recorded(one.file, kept)
+
+
+def _buffers_of(one: ModelStates) -> Recorded:
+    """Return everything in the module except placeholders of parameters."""
     module = one.root.get("module").table().items()
-    return client, {k: v for k, v in module if not (isinstance(v, TensorRef) and v.shape == (0,))}
+    kept = {k: v for k, v in module if not (isinstance(v, TensorRef) and is_placeholder(v))}
+    return Recorded(one.file, kept)
 
 
 def _content(file: TorchFile, value: object) -> list[object]:
@@ -166,22 +165,17 @@ def _content(file: TorchFile, value: object) -> list[object]:
     for one in waiting:  # grows; a value may contain itself
         if isinstance(one, StorageRef):
             found.append((one.nbytes, file.checksum(one)))
-        elif type(one) not in _PARTS:
+        elif isinstance(one, TensorRef):
+            found += [one.dtype, one.shape, one.stride, one.offset]
+            waiting.append(one.storage)
+        elif not isinstance(one, dict | list | tuple | Opaque):
             found.append(one)
         elif id(one) not in seen:
             seen.add(id(one))
-            parts = _PARTS[type(one)](one)
-            found.append(len(parts))
-            waiting += parts
+            parts = [*parts_of(one)]
+            found.append((type(one), len(parts)))
+            waiting += [part for pair in parts for part in pair]
     return found
-
-
-_PARTS: Mapping[type, Callable[[Any], Sequence[object]]] = {
-    TensorRef: astuple,
-    Opaque: lambda one: (one.callee, one.args, one.state, one.items, one.pairs),
-    **dict.fromkeys((list, tuple, Size), tuple),
-    **dict.fromkeys((dict, Ordered), lambda one: (*one, *one.values())),
-}
 
 
 def _check_groups(ranks: Ranks, flats: Mapping[int, FlatGroup]) -> None:
@@ -221,13 +215,8 @@ def _check_groups(ranks: Ranks, flats: Mapping[int, FlatGroup]) -> None:
 
 def _tensors_within(kept: Kept) -> list[str]:
     """Return names of tensors inside other values (8-bit optimizers, lists), joined by dots."""
-    within, seen = [*kept.scalars.items()], set[int]()
-    for above, one in within:  # grows; a list may contain itself
-        if isinstance(one, dict | list | tuple) and id(one) not in seen:
-            seen.add(id(one))
-            parts = one.items() if isinstance(one, dict) else enumerate(one)
-            within += [(f"{above}.{key}", part) for key, part in parts]
-    return [name for name, one in within[len(kept.scalars) :] if isinstance(one, TensorRef)]
+    values = {key: one for key, one in kept.scalars.items() if not isinstance(one, TensorRef)}
+    return [name.replace("/", ".") for name, _ in tensors_in(values, TensorRef)]
 
 
 def _check_equal(what: str, found: Sequence[tuple[OptimizerStates, Mapping[str, object]]]) -> None:
@@ -293,16 +282,14 @@ def _check_numbered_states(cell: Cell, file: TorchFile) -> None:
             hint="Resume the run with ZeRO stage 1, save, and reshard that checkpoint",
         )
     for group in groups:
-        kept = [one.kept for one in group.entries]
         scalars = [
-            {k: scalar(file, v) if isinstance(v, TensorRef) else v for k, v in own.items()}
-            for own in (one.scalars for one in kept)
+            {key: _content(file, one) for key, one in entry.kept.scalars.items()}
+            for entry in group.entries
         ]
-        odd = [name for one in kept for name in _tensors_within(one)]
-        odd += [
-            k for e in group.entries for k, ref in e.kept.tensors.items() if ref.shape != e.shape
-        ]
-        odd += [k for one in scalars for k in scalars[0] | one if one.get(k) != scalars[0].get(k)]
+        odd = [name for entry in group.entries for name in _tensors_within(entry.kept)]
+        for entry, own in zip(group.entries, scalars, strict=True):
+            odd += [k for k, ref in entry.kept.tensors.items() if ref.shape != entry.shape]
+            odd += [k for k in scalars[0] | own if own.get(k) != scalars[0].get(k)]
         if odd:
             raise UnsupportedError(
                 f"optimizer state {odd[0]!r} is not per weight element, or differs within a "
