@@ -25,124 +25,66 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from zexport.api.export import (
-        consolidate,
-        consolidate_part,
-        plan_export,
-        plan_reshard,
-        reshard,
-        reshard_part,
-    )
-    from zexport.api.verify import verify_export
-    from zexport.checkpoint.open import open_checkpoint
-    from zexport.checkpoint.state import Role, StoredTensor, TrainingState
-    from zexport.diff.folders import DiffReport, diff_models
-    from zexport.diff.states import diff_states
-    from zexport.diff.tensors import Outcome, TensorDiff
-    from zexport.errors import (
-        AmbiguousTagError,
-        CheckpointError,
-        DamagedCheckpointError,
-        FrozenLeftOutError,
-        IncompleteCheckpointError,
-        MemoryLimitError,
-        MissingExtraError,
-        NamesMismatchError,
-        NoSuchTagError,
-        NotACheckpointError,
-        OtherTagError,
-        OutputError,
-        TrainingError,
-        UnsafeError,
-        UnsupportedError,
-        UsageError,
-        VerificationError,
-        ZexportError,
-    )
-    from zexport.export.plan import ExportPlan
-    from zexport.export.report import ExportReport, PartReport, Progress, VerifyMode
-    from zexport.export.run import finish_export, run_export
-    from zexport.export.verify import VerifyReport
-    from zexport.findings import Finding, FindingKind
-    from zexport.monitor.policy import EventKind, WatchEvent, WatchOptions
-    from zexport.monitor.prune import PruneReport, prune
-    from zexport.monitor.watch import watch
-    from zexport.options import (
-        AdapterMode,
-        CheckMode,
-        Engine,
-        ExportDType,
-        ExportOptions,
-        NameLayout,
-        ReshardOptions,
-        ResumeFormat,
-        Share,
-    )
-    from zexport.storage.client import use_storage_options
-
-__all__ = [
-    "AdapterMode",
-    "AmbiguousTagError",
-    "CheckMode",
-    "CheckpointError",
-    "DamagedCheckpointError",
-    "DiffReport",
-    "Engine",
-    "EventKind",
-    "ExportDType",
-    "ExportOptions",
-    "ExportPlan",
-    "ExportReport",
-    "Finding",
-    "FindingKind",
-    "FrozenLeftOutError",
-    "IncompleteCheckpointError",
-    "MemoryLimitError",
-    "MissingExtraError",
-    "NameLayout",
-    "NamesMismatchError",
-    "NoSuchTagError",
-    "NotACheckpointError",
-    "OtherTagError",
-    "Outcome",
-    "OutputError",
-    "PartReport",
-    "Progress",
-    "PruneReport",
-    "ReshardOptions",
-    "ResumeFormat",
-    "Role",
-    "Share",
-    "StoredTensor",
-    "TensorDiff",
-    "TrainingError",
-    "TrainingState",
-    "UnsafeError",
-    "UnsupportedError",
-    "UsageError",
-    "VerificationError",
-    "VerifyMode",
-    "VerifyReport",
-    "WatchEvent",
-    "WatchOptions",
-    "ZexportError",
-    "__version__",
-    "consolidate",
-    "consolidate_part",
-    "diff_models",
-    "diff_states",
-    "finish_export",
-    "open_checkpoint",
-    "plan_export",
-    "plan_reshard",
-    "prune",
-    "reshard",
-    "reshard_part",
-    "run_export",
-    "use_storage_options",
-    "verify_export",
-    "watch",
-]
+    from zexport.api.export import consolidate as consolidate
+    from zexport.api.export import consolidate_part as consolidate_part
+    from zexport.api.export import plan_export as plan_export
+    from zexport.api.export import plan_reshard as plan_reshard
+    from zexport.api.export import reshard as reshard
+    from zexport.api.export import reshard_part as reshard_part
+    from zexport.api.verify import verify_export as verify_export
+    from zexport.checkpoint.open import open_checkpoint as open_checkpoint
+    from zexport.checkpoint.state import Role as Role
+    from zexport.checkpoint.state import StoredTensor as StoredTensor
+    from zexport.checkpoint.state import TrainingState as TrainingState
+    from zexport.diff.folders import DiffReport as DiffReport
+    from zexport.diff.folders import diff_models as diff_models
+    from zexport.diff.states import diff_states as diff_states
+    from zexport.diff.tensors import Outcome as Outcome
+    from zexport.diff.tensors import TensorDiff as TensorDiff
+    from zexport.errors import AmbiguousTagError as AmbiguousTagError
+    from zexport.errors import CheckpointError as CheckpointError
+    from zexport.errors import DamagedCheckpointError as DamagedCheckpointError
+    from zexport.errors import FrozenLeftOutError as FrozenLeftOutError
+    from zexport.errors import IncompleteCheckpointError as IncompleteCheckpointError
+    from zexport.errors import MemoryLimitError as MemoryLimitError
+    from zexport.errors import MissingExtraError as MissingExtraError
+    from zexport.errors import NamesMismatchError as NamesMismatchError
+    from zexport.errors import NoSuchTagError as NoSuchTagError
+    from zexport.errors import NotACheckpointError as NotACheckpointError
+    from zexport.errors import OtherTagError as OtherTagError
+    from zexport.errors import OutputError as OutputError
+    from zexport.errors import TrainingError as TrainingError
+    from zexport.errors import UnsafeError as UnsafeError
+    from zexport.errors import UnsupportedError as UnsupportedError
+    from zexport.errors import UsageError as UsageError
+    from zexport.errors import VerificationError as VerificationError
+    from zexport.errors import ZexportError as ZexportError
+    from zexport.export.plan import ExportPlan as ExportPlan
+    from zexport.export.report import ExportReport as ExportReport
+    from zexport.export.report import PartReport as PartReport
+    from zexport.export.report import Progress as Progress
+    from zexport.export.report import VerifyMode as VerifyMode
+    from zexport.export.run import finish_export as finish_export
+    from zexport.export.run import run_export as run_export
+    from zexport.export.verify import VerifyReport as VerifyReport
+    from zexport.findings import Finding as Finding
+    from zexport.findings import FindingKind as FindingKind
+    from zexport.monitor.policy import EventKind as EventKind
+    from zexport.monitor.policy import WatchEvent as WatchEvent
+    from zexport.monitor.policy import WatchOptions as WatchOptions
+    from zexport.monitor.prune import PruneReport as PruneReport
+    from zexport.monitor.prune import prune as prune
+    from zexport.monitor.watch import watch as watch
+    from zexport.options import AdapterMode as AdapterMode
+    from zexport.options import CheckMode as CheckMode
+    from zexport.options import Engine as Engine
+    from zexport.options import ExportDType as ExportDType
+    from zexport.options import ExportOptions as ExportOptions
+    from zexport.options import NameLayout as NameLayout
+    from zexport.options import ReshardOptions as ReshardOptions
+    from zexport.options import ResumeFormat as ResumeFormat
+    from zexport.options import Share as Share
+    from zexport.storage.client import use_storage_options as use_storage_options
 
 __version__ = "0.1.0"
 
@@ -175,7 +117,9 @@ _HOMES = {
         "ResumeFormat Share"
     ),
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+_HOME_OF = dict(sorted((name, home) for home, names in _HOMES.items() for name in names.split()))
+
+__all__ = list(_HOME_OF)
 
 
 def __getattr__(name: str) -> object:
@@ -185,4 +129,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return ["__version__", *__all__]

@@ -8,6 +8,7 @@ import click
 
 from zexport.cli.options import (
     PATH,
+    choice_option,
     html_option,
     jobs_option,
     json_option,
@@ -28,12 +29,10 @@ from zexport.errors import VerificationError
     "folders also contain a model.",
 )
 @click.option("--all", is_flag=True, help="List all tensors, including equal ones.")
-@click.option(
+@choice_option(
     "--fail-on",
-    type=click.Choice(["none", "different", "not-cast-equal"], case_sensitive=False),
-    default="none",
-    show_default=True,
-    help="Exit with 7 if anything differs (different), or more than rounding (not-cast-equal).",
+    ["none", "different", "not-cast-equal"],
+    "Exit with 7 if anything differs (different), or more than rounding (not-cast-equal).",
 )
 @html_option
 @jobs_option

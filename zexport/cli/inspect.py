@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,10 +70,7 @@ def inspect(
     from zexport.report.inspect import print_inspection
     from zexport.report.json import inspection_json
 
-    flags = {"--tensors": tensors, "--files": files, "--stats": stats}
-    words = [flag for flag, is_given in flags.items() if is_given]
-    words += [] if html is None else ["--html", str(html)]
-    found = inspect_checkpoint(ckpts, tag=tag, follow_symlinks=follow_symlinks, options=words)
+    found = inspect_checkpoint(ckpts, tag=tag, follow_symlinks=follow_symlinks)
     statistics = None
     if stats and found.checkpoint is not None:
         from zexport.cli.progress import progress_printer
@@ -100,18 +96,14 @@ def inspect(
 
 
 def _exit_code(found: Inspection) -> int:
-    """Return the exit code of an export with default options; print its error and warnings."""
+    """Return the exit code of an export with default options; print its error."""
     from zexport.api.export import plan_export
-    from zexport.report.text import Console, print_list
 
     if found.checkpoint is None:
         return AmbiguousTagError.exit_code
     try:
-        plan = plan_export(found.checkpoint, "model")
+        plan_export(found.checkpoint, "model")
     except ZexportError as error:
         click.echo("Error: " + "\n".join(error.lines()), err=True)
         return error.exit_code
-    shown = {*found.checkpoint.newer, *found.checkpoint.warnings}
-    warnings = [one for one in plan.warnings if one not in shown]
-    print_list(Console(sys.stderr), "Warnings of an export", warnings, is_first=True)
     return max((problem.exit_code for problem in found.problems), default=0)

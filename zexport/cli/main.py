@@ -145,13 +145,9 @@ def print_error(error: ZexportError, *, as_json: bool) -> int:
 def _print_usage_error(error: click.UsageError, *, as_json: bool) -> int:
     if isinstance(error, click.MissingParameter) and not error.message and error.ctx is not None:
         example = re.search(r"Example: (.+)", error.ctx.command.help or "")
-        error = click.MissingParameter(
-            f"As in: {example[1]}" if example else None,
-            error.ctx,
-            error.param,
-            error.param_hint,
-            error.param_type,
-        )
+        message = f"As in: {example[1]}" if example else None
+        facts = (error.ctx, error.param, error.param_hint, error.param_type)
+        error = click.MissingParameter(message, *facts)
     if as_json:
         problem, _, hint = error.format_message().partition(". ")
         usage = UsageError(problem.rstrip("."), hint=hint.rstrip(".") or "See --help")

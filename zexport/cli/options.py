@@ -16,12 +16,7 @@ from zexport.errors import MissingExtraError, UsageError
 from zexport.findings import FindingKind
 from zexport.options import (
     SHARD_NBYTES_MIN,
-    AdapterMode,
-    CheckMode,
-    Engine,
-    ExportDType,
     ExportOptions,
-    NameLayout,
 )
 from zexport.report.text import size
 from zexport.storage.client import use_storage_options
@@ -144,6 +139,16 @@ def number_option(
     )
 
 
+def choice_option(option: str, values: Enum | Sequence[str], text: str) -> Callable[[F], F]:
+    """Return an option for one of several values: the first, or this member, is the default."""
+    kind: click.Choice[str]
+    if isinstance(values, Enum):
+        kind, default = Named(type(values)), values.value
+    else:
+        kind, default = click.Choice(values, case_sensitive=False), values[0]
+    return click.option(option, type=kind, default=default, show_default=True, help=text)
+
+
 def _not_empty(_ctx: click.Context, _param: click.Parameter, value: str | None) -> str | None:
     """Refuse an empty value, such as of an unset shell variable: it would mean everything."""
     if value == "":
@@ -207,20 +212,16 @@ jobs_option = click.option(
 memory_option = click.option(
     "--max-memory", type=ByteSize(), help="Memory limit, such as 1GB. Exits with 2 if too small."
 )
-verify_option = click.option(
+verify_option = choice_option(
     "--verify",
-    type=click.Choice(["readback", "disk", "none"], case_sensitive=False),
-    default="readback",
-    show_default=True,
-    help="Reread and compare the files before publishing: from memory or disk (readback), only "
+    ["readback", "disk", "none"],
+    "Reread and compare the files before publishing: from memory or disk (readback), only "
     "from disk (disk), or not at all (none).",
 )
-check_option = click.option(
+check_option = choice_option(
     "--check",
-    type=Named(CheckMode),
-    default=_DEFAULTS.check.value,
-    show_default=True,
-    help="How much of the fp32 master weights to compare with the 16-bit module weights.",
+    _DEFAULTS.check,
+    "How much of the fp32 master weights to compare with the 16-bit module weights.",
 )
 _REFUSED = [kind for kind in FindingKind if kind.is_refused]
 allow_option = click.option(
@@ -231,12 +232,10 @@ allow_option = click.option(
     help="Accept this finding and record it in the manifest. Repeatable. One of "
     f"{', '.join(_REFUSED)}.",
 )
-progress_option = click.option(
+progress_option = choice_option(
     "--progress",
-    type=click.Choice(["auto", "json"], case_sensitive=False),
-    default="auto",
-    show_default=True,
-    help="Progress on stderr: a bar or plain lines (auto), or JSON lines (json).",
+    ["auto", "json"],
+    "Progress on stderr: a bar or plain lines (auto), or JSON lines (json).",
 )
 progress_options = together(
     progress_option, click.option("-q", "--quiet", is_flag=True, help="Print no progress.")
@@ -252,13 +251,10 @@ given_options = together(
 )
 
 export_options = together(
-    click.option(
+    choice_option(
         "--dtype",
-        type=Named(ExportDType),
-        default=_DEFAULTS.dtype.value,
-        show_default=True,
-        help="dtype of the exported weights, also by torch's name; auto: that of the module "
-        "weights.",
+        _DEFAULTS.dtype,
+        "dtype of the exported weights, also by torch's name; auto: that of the module weights.",
     ),
     click.option(
         "--base",
@@ -279,20 +275,16 @@ export_options = together(
         show_default=True,
         help="Maximum size of a safetensors file.",
     ),
-    click.option(
+    choice_option(
         "--engine",
-        type=Named(Engine),
-        default=_DEFAULTS.engine.value,
-        show_default=True,
-        help="Program that reassembles the weights; deepspeed: its own converter, for comparison.",
+        _DEFAULTS.engine,
+        "Program that reassembles the weights; deepspeed: its own converter, for comparison.",
     ),
     click.option("--exclude-frozen", is_flag=True, help="Omit frozen weights."),
-    click.option(
+    choice_option(
         "--layout",
-        type=Named(NameLayout),
-        default=_DEFAULTS.layout.value,
-        show_default=True,
-        help="Tensor names: as on the Hub (hub), or as in the checkpoint (memory).",
+        _DEFAULTS.layout,
+        "Tensor names: as on the Hub (hub), or as in the checkpoint (memory).",
     ),
     click.option(
         "--rename",
@@ -300,23 +292,17 @@ export_options = together(
         multiple=True,
         help="Rename tensors. Repeatable; applied in order.",
     ),
-    click.option(
+    choice_option(
         "--adapter",
-        type=Named(AdapterMode),
-        default=_DEFAULTS.adapter.value,
-        show_default=True,
-        help="Keep a PEFT adapter, or merge it into the base model; auto: merge if --base is "
-        "given.",
+        _DEFAULTS.adapter,
+        "Keep a PEFT adapter, or merge it into the base model; auto: merge if --base is given.",
     ),
     click.option("--adapter-name", metavar="NAME", help="Adapter to export, if there are several."),
     adapter_config_option,
-    click.option(
+    choice_option(
         "--base-dtype",
-        type=Named(ExportDType),
-        default=_DEFAULTS.base_dtype.value,
-        show_default=True,
-        help="dtype of the base model during training of the adapter; auto: from the DeepSpeed "
-        "config.",
+        _DEFAULTS.base_dtype,
+        "dtype of the base model during training of the adapter; auto: from the DeepSpeed config.",
     ),
     jobs_option,
     memory_option,

@@ -62,8 +62,6 @@ def part_of_process(variables: Mapping[str, str], count: str | None) -> Share:
         if name == "Slurm array":
             first = variables.get("SLURM_ARRAY_TASK_MIN", first)
             step = variables.get("SLURM_ARRAY_TASK_STEP", step)
-        if not all(word.isascii() and word.isdigit() for word in (rank, total, first, step)):
-            raise ValueError(f"auto: {rank_variable}={rank!r} or its count is not a number")
         index = (int(rank) - int(first)) // max(int(step), 1)
         found[name] = _share(index + 1, int(total))
     shares = {share for share in found.values() if share.count > 1} or {*found.values()}
@@ -83,15 +81,6 @@ def _share(number: int, count: int) -> Share:
     return Share(number, count)
 
 
-def _checked_address(
-    _ctx: click.Context, _param: click.Parameter, address: str | None
-) -> str | None:
-    """Return the address, unless the option took the next option as its value."""
-    if address is not None and (not address or address.startswith("-")):
-        raise click.BadParameter(f"{address!r} is not a cluster; write local, auto or HOST:6379")
-    return address
-
-
 part_option = click.option(
     "--part",
     type=Part(),
@@ -101,7 +90,6 @@ part_option = click.option(
 ray_option = click.option(
     "--ray",
     metavar="CLUSTER",
-    callback=_checked_address,
     help="Write OUT on a Ray cluster whose nodes all see CKPT and OUT: local (start one here), "
     "auto (find one), or HOST:6379.",
 )

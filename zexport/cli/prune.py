@@ -16,13 +16,11 @@ from zexport.cli.options import (
     tag_option,
 )
 from zexport.cli.output import print_result
-from zexport.errors import UsageError
-from zexport.text import shell_word
 
 
 @click.command(short_help="Remove the optimizer states of an exported checkpoint.")
 @click.argument("ckpts", metavar="CKPT...", type=PATH, nargs=-1, required=True)
-@click.option("--export", type=PATH, metavar="OUT", help="Its export.  [required]")
+@click.option("--export", type=PATH, metavar="OUT", required=True, help="Its export.")
 @click.option(
     "--even-newest",
     is_flag=True,
@@ -38,7 +36,7 @@ from zexport.text import shell_word
 def prune(
     *,
     ckpts: tuple[Path, ...],
-    export: Path | None,
+    export: Path,
     json: bool,
     progress: str,
     quiet: bool,
@@ -57,10 +55,6 @@ def prune(
     from zexport.monitor import prune as monitor
     from zexport.report.monitor import print_prune
 
-    if export is None:
-        *first, last = map(shell_word, ckpts)
-        meant = " ".join((*first, "--export", last) if first else (last, "--export", "OUT"))
-        raise UsageError("--export is missing", hint=f"Name the export: zexport prune {meant}")
     with progress_printer(progress, quiet=quiet) as on_progress:
         done = monitor.prune(ckpts, export, progress=on_progress, **chosen)
     if json or not quiet:

@@ -11,6 +11,7 @@ from zexport.cli.options import (
     PATH,
     allow_option,
     check_option,
+    choice_option,
     jobs_option,
     memory_option,
     tag_option,
@@ -44,12 +45,10 @@ from zexport.options import ReshardOptions, ResumeFormat
     help="DeepSpeed config of the new run; auto in it takes the checkpoint's value.  [default: "
     "that of the checkpoint]",
 )
-@click.option(
+@choice_option(
     "--format",
-    type=click.Choice([one.value for one in ResumeFormat], case_sensitive=False),
-    default=ResumeFormat.NATIVE.value,
-    show_default=True,
-    help="Write rank files for N ranks (native), or a universal checkpoint for any world size, "
+    ResumeFormat.NATIVE,
+    "Write rank files for N ranks (native), or a universal checkpoint for any world size, "
     "from which DeepSpeed loads no frozen weights and no buffers.",
 )
 @click.option(
@@ -80,7 +79,7 @@ def reshard(
     Example: zexport reshard run/checkpoint-100 on-3 -n 3
     """
     ckpts, out = split_paths(paths, output)
-    if world_size is None and values["format"] == ResumeFormat.NATIVE.value:
+    if world_size is None and values["format"] is ResumeFormat.NATIVE:
         context = click.get_current_context()
         hint = "'-n' / '--world-size'"
         raise click.MissingParameter(ctx=context, param_hint=hint, param_type="option")

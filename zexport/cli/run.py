@@ -25,10 +25,9 @@ from zexport.cli.options import (
 )
 from zexport.cli.output import print_result
 from zexport.cli.parts import part_option, ray_option
-from zexport.errors import NotACheckpointError, UsageError
+from zexport.errors import UsageError
 from zexport.options import ExportOptions, ReshardOptions, Share
-from zexport.storage.files import exists, is_local
-from zexport.text import shell_word
+from zexport.storage.files import is_local
 
 if TYPE_CHECKING:
     from zexport.export.plan import ExportPlan
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     from zexport.report.text import Console
     from zexport.storage.json import Json
 
-_FILE_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _M_MMAP_THRESHOLD, _LARGE_NBYTES = -3, 2 << 20
 
 output_option = click.option(
@@ -97,13 +95,9 @@ def run(
     from zexport.export.report import ExportReport, VerifyMode
     from zexport.export.run import export_part, run_export
 
-    _check_order(ckpts, out)
     _free_memory_early()
-    if not how.quiet:
-        if options.overwrite and not how.dry_run and not is_local(out):
-            click.echo(f"Deleting {out} before writing; this cannot be undone.", err=True)
-        if out.suffix in _FILE_SUFFIXES:
-            click.echo(f"{out} will be a folder.", err=True)
+    if options.overwrite and not (how.quiet or how.dry_run or is_local(out)):
+        click.echo(f"Deleting {out} before writing; this cannot be undone.", err=True)
     start = time.monotonic()
     where: dict[str, Any] = {"tag": how.tag, "follow_symlinks": how.follow_symlinks}
     with progress_printer(how.progress, quiet=how.quiet) as on_progress:
@@ -146,7 +140,7 @@ def print_report(
     from zexport.storage.json import form_of
 
     if quiet and not as_json:
-        print_warnings(Console(sys.stderr), done, is_first=True)
+        print_warnings(Console(sys.stderr), done)
         return
 
     def print_text(console: Console) -> None:
@@ -166,20 +160,18 @@ def split_paths(paths: tuple[Path, ...], output: Path | None) -> tuple[tuple[Pat
         raise click.MissingParameter(ctx=context, param_hint=hint, param_type="argument")
     if output is None:
         return paths[:-1], paths[-1]
-    if len(paths) > 1 and not exists(paths[-1]):
-        raise click.UsageError(f"OUT is given twice ({paths[-1]}, and --output {output}).")
     return paths, output
 
 
 def _print_plan(plan: ExportPlan, how: RunOptions) -> None:
-    from zexport.export.plan import side_nbytes, summarize
+    from zexport.export.plan import summarize
     from zexport.report.export import print_plan
     from zexport.storage.json import form_of
 
-    summary, nbytes = summarize(plan), side_nbytes(plan)
+    summary, sides = summarize(plan), plan.side_files
     print_result(
         lambda: form_of(summary, plan.provenance),
-        lambda console: print_plan(console, summary, nbytes, quiet=how.quiet, target=_target(plan)),
+        lambda console: print_plan(console, summary, sides, quiet=how.quiet, target=_target(plan)),
         as_json=how.json,
     )
 
@@ -202,18 +194,3 @@ def _free_memory_early() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _LARGE_NBYTES)
-
-
-def _check_order(ckpts: tuple[Path, ...], out: Path) -> None:
-    """Raise if CKPT and OUT are swapped."""
-    from zexport.checkpoint.resolve import is_tag_dir, list_tags
-
-    (ckpt, *more) = ckpts
-    if more or not is_local(ckpt) or exists(ckpt):
-        return
-    if is_tag_dir(out) or (exists(out) and list_tags(out)):
-        raise NotACheckpointError(
-            "does not exist",
-            path=ckpt,
-            hint=f"Pass the checkpoint first: {shell_word(out)} {shell_word(ckpt)}",
-        )

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
-from zexport.cli.options import GivenPath, number_option, quiet_option, together
+from zexport.cli.options import GivenPath, choice_option, number_option, quiet_option, together
 from zexport.options import dtype_name
+from zexport.text import shell_word
+
+if TYPE_CHECKING:
+    from zexport.train.options import TrainSummary
 
 _FOLDER = GivenPath(exists=True, file_okay=False, path_type=Path, resolve_path=True)
 _FILE = GivenPath(exists=True, dir_okay=False, path_type=Path, resolve_path=True)
@@ -63,11 +67,10 @@ _train_options = together(
         help="DeepSpeed config, merged over zexport's own.",
     ),
     number_option("--timeout", 600, "Seconds to wait for a rank."),
-    click.option(
+    choice_option(
         "--save",
-        type=click.Choice(["partitioned", "gathered", "both"], case_sensitive=False),
-        default="partitioned",
-        help="Rank files (to resume), gathered 16-bit weights, or both.",
+        ["partitioned", "gathered", "both"],
+        "Rank files (to resume), gathered 16-bit weights, or both.",
     ),
     number_option("--save-every", 0, "Save every N steps (0: only at the end).", least=0),
     number_option("--keep", 0, "Keep the newest N checkpoints (0: all).", least=0),
@@ -112,4 +115,20 @@ def train(
 
     summary = run_training(options, explicit, progress=progress)
     if summary is not None and (json or not quiet):
-        click.echo(summary.to_json() if json else summary.to_text())
+        click.echo(summary.to_json() if json else _text(summary))
+
+
+def _text(summary: TrainSummary) -> str:
+    """Return the losses, the checkpoint, and the next command."""
+    from zexport.report.text import near
+
+    out = near(summary.out)
+    folder = out if summary.partitioned else f"{out}/gathered"
+    text = (
+        f"trained {summary.steps} steps on {summary.world_size} ranks, ZeRO stage {summary.stage}:"
+        f" loss {summary.first_loss:.3f} -> {summary.last_loss:.3f}\n"
+        f"checkpoint: {folder}/{summary.tag}"
+    )
+    if summary.partitioned:
+        text += f"\nnext: zexport consolidate {shell_word(out)} {shell_word(f'{out}-model')}"
+    return text

@@ -16,13 +16,12 @@ from zexport.cli.options import (
     storage_option,
 )
 from zexport.cli.output import print_result
-from zexport.errors import UsageError, VerificationError
+from zexport.errors import VerificationError
 from zexport.options import CheckMode
-from zexport.text import shell_word
 
 
 @click.command(short_help="Compare an export with its manifest and its checkpoint.")
-@click.argument("outs", type=PATH, metavar="OUT", nargs=-1, required=True)
+@click.argument("out", type=PATH)
 @click.option(
     "--against",
     type=PATH,
@@ -39,7 +38,7 @@ from zexport.text import shell_word
 @progress_options
 def verify(
     *,
-    outs: tuple[Path, ...],
+    out: Path,
     against: tuple[Path, ...],
     base: Path | None,
     adapter_config: Path | None,
@@ -57,13 +56,6 @@ def verify(
     from zexport.cli.progress import progress_printer
     from zexport.report.export import print_verify
 
-    out, *more = outs
-    if more:
-        words = " ".join(map(shell_word, [str(out), "--against", *map(str, more)]))
-        raise UsageError(
-            "verify takes one folder",
-            hint=f"Compare it with its checkpoint: zexport verify {words}",
-        )
     with progress_printer(progress, quiet=quiet) as on_progress:
         found = verify_export(
             out,

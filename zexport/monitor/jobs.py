@@ -14,7 +14,6 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields
-from enum import Enum
 from pathlib import Path
 
 import msgspec
@@ -222,5 +221,5 @@ def arguments_of(options: ExportOptions | WatchOptions) -> tuple[str, ...]:
             if isinstance(item, tuple):
                 words.append("=".join(item))
             elif item is not True:
-                words.append(str(item.value if isinstance(item, Enum) else item))
+                words.append(str(item))
     return tuple(words)

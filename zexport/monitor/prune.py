@@ -10,7 +10,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from zipfile import ZipFile, is_zipfile
 
-from msgspec import Struct
 from msgspec.structs import replace as changed
 
 from zexport import __version__
@@ -30,11 +29,9 @@ from zexport.errors import (
     UsageError,
     VerificationError,
 )
-from zexport.export.job import OnProgress
 from zexport.export.manifest import read_manifest
-from zexport.export.overwrite import real_path
-from zexport.filenames import MANIFEST_NAME
-from zexport.monitor.policy import waits_for
+from zexport.export.report import OnProgress
+from zexport.monitor.policy import newest, waits_for
 from zexport.monitor.snapshot import (
     TRAINER_STATE,
     RunCheckpoint,
@@ -50,9 +47,7 @@ from zexport.monitor.snapshot import (
     open_complete,
 )
 from zexport.monitor.strip import (
-    Note,
     Place,
-    Sizes,
     build,
     changed_meanwhile,
     check_own_files,
@@ -63,16 +58,16 @@ from zexport.monitor.strip import (
     swap,
     versions_of,
 )
-from zexport.options import CheckMode, ExportOptions, checks_arguments
+from zexport.options import CheckMode, checks_arguments
 from zexport.resharding.plan import DELETE_BY_HAND, StrippedFile, strip_optimizer_states
-from zexport.storage.files import absolute, exists, is_file, is_link, is_local, version
-from zexport.storage.json import JsonReport, Natural, as_table, read_json_object
+from zexport.storage.files import absolute, exists, is_file, is_local, version
+from zexport.storage.json import JsonReport, Natural, as_table, form_of, read_json_object
 from zexport.storage.location import place
 from zexport.storage.locks import locked
 from zexport.storage.os_errors import reading
 from zexport.storage.storage import Version
 from zexport.storage.symlink_policy import Boundary
-from zexport.text import printable, some
+from zexport.text import some
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -161,21 +156,19 @@ def prune(
             finish([one for one in places if one.is_pruned])
         known = {one.folder: versions_of(one.folder) for one in places}
         whole = [one for one in places if not one.is_pruned]
+        new = [] if dry_run else whole
         for one in places:
             check_own_files(one.folder)
-            if real_path(out).is_relative_to(real_path(one.folder)):
-                hint = "Move it out of there first"
-                raise OutputError("is in the checkpoint", path=out, hint=hint)
         for one in whole:
             check_target(one, known[one.folder])
         opened = open_checkpoint([one.tag_dir for one in places])
         raise_problems(opened)
         is_begun = whole != places  # an interrupted call has pruned another node's part
         for one in [] if is_begun else whole:
-            _check_settled(one, places)
+            _check_settled(one)
         checked = [] if is_begun or even_newest else places
         for one in checked:
-            _check_not_resumed(one, places, opened)
+            _check_not_resumed(one, places, opened, reads_next=True)
         _check_made_from(out, opened)
         stripped = strip_optimizer_states(opened)
         verified = verify_export(
@@ -187,13 +180,10 @@ def prune(
             progress=progress,
         )
         if not verified.ok:
-            problems = [
-                " ".join(filter(None, (p.file, p.tensor, p.problem))) for p in verified.problems
-            ]
             raise VerificationError(
                 "does not match the checkpoint, which is unchanged",
                 path=out,
-                found=some(problems, 3),
+                found=f"{verified.problems[0].file}: {verified.problems[0].problem}",
                 hint="Export the checkpoint again",
             )
         removed = [path for one in whole for path in one.for_resume()]
@@ -213,23 +203,20 @@ def prune(
             seconds=0.0,
         )
         try:
+            for one in new:
+                _build(one, report, opened, stripped, known[one.folder], progress)
             if not dry_run:
-                for one in whole:
-                    _build(one, report, opened, stripped, known[one.folder], progress)
-                prove(
-                    opened,
-                    [one.tag_in(one.new) if one in whole else one.tag_dir for one in places],
-                )
+                prove(opened, [one.tag_in(one.new if one in new else one.folder) for one in places])
             for one in checked:  # again: the proof may have taken an hour
-                _check_not_resumed(one, places, opened, reads_next=True)
+                _check_not_resumed(one, places, opened, reads_next=False)
             for one in places:
                 if versions_of(one.folder) != known[one.folder]:
                     raise changed_meanwhile(one.folder)
             if not dry_run:
                 swap(whole)
         finally:  # after Ctrl-C, too
-            for one in whole:
-                if not dry_run and not exists(one.old):
+            for one in new:
+                if not exists(one.old):
                     discard(one)
         return replace(report, seconds=time.monotonic() - began)
 
@@ -243,30 +230,19 @@ def _build(
     progress: OnProgress | None,
 ) -> None:
     """Write one node's pruned folder, with a note of what was removed."""
-    own = {one.tag_dir / Path(each.file.filename).name: each for each in stripped}
-    own = {path: each for path, each in own.items() if is_file(path)}
-    note = Note(
-        zexport_version=__version__,
-        checkpoint=printable(one.original.name),
-        step=report.step,
-        at=datetime.now(UTC).isoformat(timespec="seconds"),
-        export=printable(str(report.export)),
-        export_manifest=digest_of_manifest(report.export),
-        tensors=report.tensors,
-        rewritten={
-            path.name: Sizes(each.nbytes_before, each.file.nbytes) for path, each in own.items()
-        },
-        removed=tuple(path.name for path in one.for_resume()),
-        left_out=report.left_out,
-        source=digest_of_versions(known),
-    )
-    build(opened, one, {path: each.file for path, each in own.items()}, note, progress)
+    files = ((one.tag_dir / Path(each.file.filename).name, each.file) for each in stripped)
+    own = {path: file for path, file in files if is_file(path)}
+    more = {
+        "zexport_version": __version__,
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "export_manifest": digest_of_manifest(report.export),
+        "source": digest_of_versions(known),
+    }
+    build(opened, one, own, form_of(more, report), progress)
 
 
 def _place_of(path: Path, tag: str | None) -> Place:
     """Return the checkpoint that a path and a tag mean; a pruned one also by its old name."""
-    if is_link(path):
-        raise OutputError("is not pruned: it is a link", path=path, hint="Pass the real path")
     if not exists(path):
         renamed = (pruned_name(path), pruned_name(path.parent) / path.name)
         path = next(filter(exists, renamed), path)
@@ -289,17 +265,11 @@ def _check_made_from(out: Path, opened: TrainingState) -> None:
         OutputError: it lacks something.
         VerificationError: it was made from another tag or step, or has no manifest.
     """
-    manifest = read_manifest(out)
-    try:
-        options = ExportOptions.from_recorded(manifest.provenance.get("options"))
-    except ValueError as cause:
-        raise VerificationError(
-            "is not the manifest of an export", path=out / MANIFEST_NAME, found=cause
-        ) from cause
-    record = as_table(manifest.provenance.get("checkpoint"))
+    provenance = read_manifest(out).provenance
+    options, record = (as_table(provenance.get(key)) for key in ("options", "checkpoint"))
     made_from = f"tag {original_name(str(record.get('tag')))}, step {record.get('global_steps')}"
     own = f"tag {original_name(opened.location.tag)}, step {opened.global_steps}"
-    if made_from != own:
+    if made_from != own or not options:
         raise VerificationError(
             "was made from another checkpoint",
             path=out,
@@ -307,57 +277,39 @@ def _check_made_from(out: Path, opened: TrainingState) -> None:
             expected=own,
             hint="Export this checkpoint",
         )
-    is_incomplete = options.exclude_frozen
-    if is_incomplete or options.allow or any(one.accepted for one in manifest.findings):
-        option = "--exclude-frozen" if is_incomplete else "--allow"
-        raise OutputError(
-            f"was exported with {option}, so it cannot replace the checkpoint",
-            path=out,
-            hint=f"Export it again without {option}",
-        )
+    for name, option in (("exclude_frozen", "--exclude-frozen"), ("allow", "--allow")):
+        if options.get(name):
+            raise OutputError(
+                f"was exported with {option}, so it cannot replace the checkpoint",
+                path=out,
+                hint=f"Export it again without {option}",
+            )
 
 
-def _check_settled(own: Place, places: Sequence[Place]) -> None:
-    """Raise if a checkpoint is being saved."""
+def _check_settled(own: Place) -> None:
+    """Raise if a checkpoint, which is known to be complete, is being saved again."""
     seen = checkpoint_at(own.folder, Boundary.of(own.folder.parent))
-    seen = changed(seen, missing=find_missing(seen, _other_runs(own, places)))
+    seen = changed(seen, missing=find_missing(seen) if seen.is_trainers else "")
     if exists(own.work):  # hard links of an interrupted call are changes, too
         seen = changed(seen, changed_ns=seen.written_ns)
     if why := waits_for(seen, time.time_ns()):
-        problem = f"is not pruned: it may still be being written: {why}"
-        raise OutputError(problem, path=own.folder, hint="Wait until it is complete")
+        raise OutputError(
+            "is not pruned, because the run may still be writing it",
+            path=own.folder,
+            found=why,
+            hint="Wait until it is complete",
+        )
 
 
-def _other_runs(own: Place, places: Sequence[Place]) -> list[Path]:
-    """Return the run's folders on other nodes."""
-    return [one.folder.parent for one in places if one is not own]
-
-
-class _Candidate(Struct, frozen=True):
-    """A checkpoint that training could resume from.
-
-    Attributes:
-        seen: its files.
-        opened: their metadata.
-        step: the step that its Trainer's state records, or else its rank files.
-        model: the part of its name that all checkpoints of its model share.
-    """
-
-    seen: RunCheckpoint
-    opened: TrainingState
-    step: int
-    model: str
-
-    @classmethod
-    def of(cls, seen: RunCheckpoint, opened: TrainingState) -> _Candidate:
-        path = seen.folder / TRAINER_STATE
-        of_trainer = read_json_object(path).get("global_step") if is_file(path) else None
-        step = of_trainer if isinstance(of_trainer, int) else opened.global_steps or 0
-        return cls(seen, opened, step, model_of(seen.name, {step, opened.global_steps}))
+def _with_step(seen: RunCheckpoint, opened: TrainingState) -> RunCheckpoint:
+    """Return a checkpoint with the step in its Trainer's state, or else in its rank files."""
+    path = seen.folder / TRAINER_STATE
+    of_trainer = read_json_object(path).get("global_step") if is_file(path) else None
+    return changed(seen, step=of_trainer if isinstance(of_trainer, int) else opened.global_steps)
 
 
 def _check_not_resumed(
-    own: Place, places: Sequence[Place], opened: TrainingState, *, reads_next: bool = False
+    own: Place, places: Sequence[Place], opened: TrainingState, *, reads_next: bool
 ) -> None:
     """Raise if training would resume from a checkpoint.
 
@@ -379,37 +331,35 @@ def _resume_reasons(
     own: Place, places: Sequence[Place], opened: TrainingState, *, reads_next: bool
 ) -> Iterator[str]:
     """Yield why training would resume from a checkpoint; each holds only if none before does."""
-    run, nodes = own.folder.parent, _other_runs(own, places)
+    run, nodes = own.folder.parent, [one.folder.parent for one in places if one is not own]
     latest = {read_latest(run, name) for name in LATEST}
     if own.folder.name in latest:
         yield "`latest` names it"
     if link := link_to(own.folder):
         yield f"the link `{link}` leads to it"
-    this = _Candidate.of(checkpoint_at(own.folder, Boundary.of(run)), opened)
-    usable: dict[str, _Candidate] = {}
+    this = _with_step(checkpoint_at(own.folder, Boundary.of(run)), opened)
+    usable: dict[str, RunCheckpoint] = {}
+    states: dict[str, TrainingState] = {}
     for name, seen in list_checkpoints(run, Boundary.of(run)).items():
-        found = open_complete(seen, nodes) if name != this.seen.name else None
+        found = open_complete(seen, nodes) if name != this.name else None
         if isinstance(found, TrainingState) and not found.pruned_files:
-            usable[name] = _Candidate.of(seen, found)
-    same = [one for one in usable.values() if one.model == this.model]
-    same.sort(key=lambda one: (one.step, one.seen.written_ns))
-    if not same or this.step >= same[-1].step:
-        yield "it is the newest complete checkpoint of its model"
-    by_time = [max(ones, key=lambda one: one.seen.written_ns) for ones in (same, usable.values())]
-    if this.seen.written_ns >= by_time[0].seen.written_ns:
-        yield "it is the newest complete checkpoint of its model by the time of its files"
-    next_one = same[-1]
-    if own.folder.name in best_names(run, [one.seen for one in (next_one, *by_time)]):
+            usable[name], states[name] = _with_step(seen, found), found
+    if this.name in newest([this, *usable.values()], 1):
+        yield "it is the newest complete checkpoint of its model, by step or by time"
+    heads = [usable[name] for name in newest(usable.values(), 1)]
+    if this.name in best_names(run, heads):
         yield "it is the best checkpoint of its run"
     if not reads_next:
         return
+    model = model_of(this.name, {this.step})
+    same = [one for one in heads if model_of(one.name, {one.step}) == model]
+    next_name = max(same, key=lambda one: one.step or 0).name
     if own.folder == own.tag_dir:  # DeepSpeed resumes from the tag that `latest` names
-        named = next((tag for tag in latest if tag is not None and exists(run / tag)), None)
-        next_one = usable.get(named, next_one) if named is not None else next_one
-        if named not in (None, *usable):
-            yield f"`latest` names {named}, from which no training can resume"
-    if damaged := _damaged_file(next_one.opened):
-        yield f"training would resume from {next_one.seen.name}, and {damaged} is damaged"
+        next_name = next((tag for tag in latest if tag and exists(run / tag)), next_name)
+        if next_name not in usable:
+            yield f"`latest` names {next_name}, from which no training can resume"
+    if damaged := _damaged_file(states[next_name]):
+        yield f"training would resume from {next_name}, and {damaged} is damaged"
 
 
 def _damaged_file(opened: TrainingState) -> Path | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from enum import StrEnum
 from functools import partial
@@ -30,11 +30,11 @@ from zexport.checkpoint.resolve import (
     list_tags,
     locate,
     original_name,
-    recorded_step,
     run_folder,
 )
 from zexport.checkpoint.state import TrainingState
 from zexport.checkpoint.zero.file_names import MODEL_FILES, rank_files
+from zexport.checkpoint.zero.source import recorded_step
 from zexport.errors import CheckpointError, VerificationError, ZexportError
 from zexport.export.manifest import read_manifest
 from zexport.export.verify import find_edits
@@ -94,7 +94,6 @@ class RunCheckpoint(Struct, frozen=True):
         tag_dir: the folder with the rank files.
         files: version of every file in the tag folder, by its path there.
         changed_ns: when one of them last changed, by the clock of their file system.
-        is_closed: whether the Trainer's state, which is written last, is newer than all rank files.
         step: the optimizer steps that it records.
         missing: what is missing or incomplete; empty for a complete checkpoint.
         is_still: whether the last scan saw the same files, and no export of older ones.
@@ -107,7 +106,6 @@ class RunCheckpoint(Struct, frozen=True):
     tag_dir: Path
     files: Mapping[str, Version]
     changed_ns: int
-    is_closed: bool = False
     step: int | None = None
     missing: str = ""
     is_still: bool = False
@@ -349,15 +347,14 @@ def list_checkpoints(run: Path, boundary: Boundary) -> dict[str, RunCheckpoint]:
         CheckpointError: the folder cannot be read.
     """
     found: dict[str, RunCheckpoint] = {}
-    try:
-        refresh(run, below=True)
-        run = run_folder(run)
-        tags = list_tags(run)
-        checkpoints = checkpoints_of_one_run(run) if tags else list_run_checkpoints(run)
-    except FileNotFoundError:
-        return found
-    except OSError as cause:
-        raise CheckpointError(f"cannot be read: {cause.strerror or cause}", path=run) from cause
+    with reading(run):
+        try:
+            refresh(run, below=True)
+            run = run_folder(run)
+            tags = list_tags(run)
+            checkpoints = checkpoints_of_one_run(run) if tags else list_run_checkpoints(run)
+        except FileNotFoundError:
+            return found
     for name in filter(str.isprintable, (*checkpoints, *tags)):
         if not name.startswith(PRUNED):
             with suppress(CheckpointError, FileNotFoundError):  # the run is removing it
@@ -372,11 +369,7 @@ def checkpoint_at(folder: Path, boundary: Boundary) -> RunCheckpoint:
     files = [path for path in saved if boundary.holds(path) and not is_folder(path)]
     versions = {path.relative_to(tag_dir).as_posix(): listed_version(path) for path in files}
     changed = max((changed_ns(path) or 0 for path in files), default=0)
-    found = RunCheckpoint(folder.name, folder, tag_dir, versions, changed)
-    with suppress(FileNotFoundError):
-        closed_ns = listed_version(folder / TRAINER_STATE).mtime_ns
-        return replace(found, is_closed=found.is_trainers and closed_ns >= found.written_ns)
-    return found
+    return RunCheckpoint(folder.name, folder, tag_dir, versions, changed)
 
 
 def check_as_seen(folder: Path, mark: str, *, follow: bool) -> None:
@@ -392,27 +385,30 @@ def check_as_seen(folder: Path, mark: str, *, follow: bool) -> None:
         )
 
 
-def find_missing(checkpoint: RunCheckpoint, nodes: Sequence[Path] = ()) -> str:
+def find_missing(checkpoint: RunCheckpoint) -> str:
     """Return what a checkpoint still lacks; empty if it is complete.
 
     A Trainer writes its state once every rank has closed its files (transformers 5.23,
     ``trainer.py``: ``_save_checkpoint``). If rank files are newer, it is being saved again. Any
     other checkpoint needs all files of all ranks, each complete up to its end.
-
-    Args:
-        checkpoint: the checkpoint.
-        nodes: the run's folders on other nodes, which have their parts of it.
     """
-    lacks = _missing_of_trainer(checkpoint)
-    if lacks or checkpoint.is_closed:
-        return lacks
-    found = open_complete(checkpoint, nodes)
+    if checkpoint.is_trainers:
+        lacks, state = _missing_of_trainer(checkpoint), checkpoint.folder / TRAINER_STATE
+        if lacks or listed_version(state).mtime_ns >= checkpoint.written_ns:
+            return lacks
+        return f"{TRAINER_STATE} is older than the rank files"
+    found = open_complete(checkpoint)
     return found.statement() if isinstance(found, CheckpointError) else ""
 
 
-def open_complete(checkpoint: RunCheckpoint, nodes: Sequence[Path]) -> TrainingState | ZexportError:
-    """Return the metadata of a complete checkpoint, or its first problem."""
-    if lacks := _missing_of_trainer(checkpoint):
+def open_complete(
+    checkpoint: RunCheckpoint, nodes: Iterable[Path] = ()
+) -> TrainingState | ZexportError:
+    """Return the metadata of a complete checkpoint, or its first problem.
+
+    ``nodes`` are the run's folders on other nodes, which have their parts of it.
+    """
+    if checkpoint.is_trainers and (lacks := _missing_of_trainer(checkpoint)):
         return CheckpointError(lacks, path=checkpoint.folder)
     run = checkpoint.folder.parent
     inner = checkpoint.tag_dir.relative_to(run)
@@ -425,9 +421,7 @@ def open_complete(checkpoint: RunCheckpoint, nodes: Sequence[Path]) -> TrainingS
 
 
 def _missing_of_trainer(checkpoint: RunCheckpoint) -> str:
-    """Return what the files of the Trainer itself show to be unfinished."""
-    if not checkpoint.is_trainers:
-        return ""
+    """Return what shows that a Trainer has not finished; empty for nothing."""
     if exists(checkpoint.folder / _BEING_SAVED):
         return f"{_BEING_SAVED} exists"
     try:

@@ -8,11 +8,13 @@ At every moment, one of the two is complete under its name.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from operator import attrgetter
 from pathlib import Path
 
-import msgspec
 from msgspec import Struct
 
 from zexport.checkpoint.open import open_checkpoint
@@ -22,11 +24,12 @@ from zexport.errors import (
     CheckpointError,
     OutputError,
     UnsupportedError,
+    ZexportError,
 )
+from zexport.export.checked_reader import WeightReader
 from zexport.export.journal import Journal
 from zexport.export.plan import ExportPlan, FilePlan, Form, Origin, SourceFile, share_memory
 from zexport.export.plan_file import Request, seal, unseal
-from zexport.export.proof import WeightReader
 from zexport.export.report import Meter, Progress, VerifyMode
 from zexport.export.write import write_files
 from zexport.monitor.snapshot import NOTE, digest_of_versions
@@ -42,21 +45,18 @@ from zexport.storage.files import (
     is_link,
     leaves,
     make_folder,
-    read_regular,
     remove,
     subfolders,
     sync_path,
     version,
     write_durably,
 )
-from zexport.storage.json import SCHEMA, Natural
+from zexport.storage.json import JsonObject, read_json_object
 from zexport.storage.local import copy_attributes, link_or_copy, rename
 from zexport.storage.location import is_mount
 from zexport.storage.locks import workplaces
 from zexport.storage.os_errors import reading, writing
 from zexport.storage.storage import Version
-
-_NOTE_NBYTES_MAX = 64 << 20
 
 _FOR_RESUME = re.compile(
     r"rng_state(_\d+)?\.pth|random_states_\d+\.pkl|(scheduler|sampler|optimizer)(_\d+)?\.(pt|bin)"
@@ -67,40 +67,6 @@ _FOR_RESUME = re.compile(
 Source: transformers 5.23, ``trainer.py`` (``_save_rng_state``, ``_save_optimizer_and_scheduler``),
 accelerate 1.15, ``checkpointing.py``.
 """
-
-
-class Sizes(Struct, frozen=True):
-    """Bytes of a file that was rewritten without optimizer states."""
-
-    before: Natural
-    after: Natural
-
-
-class Note(Struct, frozen=True):
-    """What was removed of a checkpoint, when, and after which comparison.
-
-    Attributes:
-        checkpoint: name of the folder before.
-        at: in UTC (``2026-11-22T15:04:05+00:00``).
-        export: folder of the export that it was compared with.
-        export_manifest: BLAKE3 of that export's manifest.
-        tensors: number of tensors compared.
-        left_out: keys of optimizer states files that cannot be rewritten.
-        source: digest of names, sizes and times of the files before.
-    """
-
-    zexport_version: str
-    checkpoint: str
-    step: Natural | None
-    at: str
-    export: str
-    export_manifest: str
-    tensors: Natural
-    rewritten: Mapping[str, Sizes]
-    removed: tuple[str, ...]
-    left_out: tuple[str, ...]
-    source: str = ""
-    schema: int = SCHEMA
 
 
 class Place(Struct, frozen=True):
@@ -179,7 +145,7 @@ def build(
     opened: TrainingState,
     place: Place,
     files: Mapping[Path, FilePlan],
-    note: Note,
+    note: JsonObject,
     progress: Callable[[Progress], None] | None,
 ) -> None:
     """Write the pruned folder as ``place.new``, with these files rewritten."""
@@ -201,8 +167,7 @@ def build(
                 rename(written / files[path].filename, to)
             elif path not in omitted and not is_folder(path) and not link_or_copy(path, to):
                 sync_path(to)
-        content = msgspec.json.format(msgspec.json.encode(note)) + b"\n"
-        write_durably(place.tag_in(new) / NOTE, content)
+        write_durably(place.tag_in(new) / NOTE, json.dumps(note, indent=2).encode())
         for folder, _ in subfolders(new):
             copy_attributes(folder, place.folder / folder.relative_to(new))
             sync_path(folder)
@@ -265,20 +230,19 @@ def prove(opened: TrainingState, pruned: Sequence[Path]) -> None:
         reader.finish()
 
 
+_of_state = attrgetter(
+    *("layout", "parallelism", "stage", "world_size", "ds_version", "structure"),
+    *("global_steps", "skipped_steps", "optimizer", "lr_step"),
+    *("module_dtype", "cast_dtype", "master_dtype", "aliases", "left_out", "frozen_left_out"),
+)
+_of_tensor = attrgetter("name", "shape", "dtype", "role", "fp32_under", "module_dtype", "numel")
+_of_flat = attrgetter("numel", "dtype", "padding")
+
+
 def _what_exports_use(checkpoint: TrainingState) -> tuple[object, ...]:
     """Return everything that an export depends on except the values of tensors."""
-    one = checkpoint
-    return (
-        (one.layout, one.parallelism, one.stage, one.world_size, one.ds_version, one.structure),
-        (one.global_steps, one.skipped_steps, one.optimizer, one.lr_step),
-        (one.module_dtype, one.cast_dtype, one.master_dtype),
-        [
-            (t.name, t.shape, t.dtype, t.role, t.fp32_under, t.module_dtype, t.numel)
-            for t in one.tensors
-        ],
-        (one.aliases, one.left_out, one.frozen_left_out, len(one.replicas)),
-        [(flat.numel, flat.dtype, flat.padding) for flat in one.flats],
-    )
+    tensors, flats = map(_of_tensor, checkpoint.tensors), map(_of_flat, checkpoint.flats)
+    return _of_state(checkpoint), [*tensors], [*flats], len(checkpoint.replicas)
 
 
 def swap(places: Sequence[Place]) -> None:
@@ -347,12 +311,6 @@ def check_target(place: Place, known: Mapping[str, Version]) -> None:
 def _is_made_from(place: Place, known: Mapping[str, Version]) -> bool:
     """Whether the pruned folder was made from files of these versions."""
     path = place.tag_in(place.target) / NOTE
-    if not is_file(path):
-        return False
-    with reading(path):
-        content = read_regular(path, _NOTE_NBYTES_MAX)
-    try:
-        note = msgspec.json.decode(content or b"", type=Note)
-    except msgspec.DecodeError:
-        return False
-    return note.source == digest_of_versions(known)
+    with suppress(ZexportError):
+        return is_file(path) and read_json_object(path).get("source") == digest_of_versions(known)
+    return False

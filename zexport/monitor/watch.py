@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,7 +41,6 @@ from zexport.monitor.policy import (
 )
 from zexport.monitor.snapshot import (
     OWN_FOLDER,
-    TRAINER_STATE,
     RunCheckpoint,
     Scanner,
     Snapshot,
@@ -234,7 +233,10 @@ class _Watch(Struct):
                         if self._is_done():
                             break
                     yield from self._wait()
-                yield from self._report_rest()
+                for name, one in self.decided.checkpoints.items():
+                    if one.verdict is Verdict.WAIT:  # it is not exported at the end
+                        step = self.seen.checkpoints[name].step
+                        yield self._event(EventKind.WAITING, name, step, why=one.reason)
             finally:
                 for task in self.tasks:
                     task.job.end()
@@ -390,10 +392,8 @@ class _Watch(Struct):
         result = result_of(task.job, code, checkpoint.folder.parent, self.run)
         if (error := result.error) is None:
             self._write_made(name, checkpoint.mark)
-            is_unproved = checkpoint.is_trainers and not is_file(checkpoint.folder / TRAINER_STATE)
             release(checkpoint.links)
-            warning = f"{TRAINER_STATE} is missing; only its age shows that this is complete"
-            return replace(event, warnings=(*(warning,) * is_unproved, *result.warnings))
+            return replace(event, warnings=result.warnings)
         was_begun = before is not None and before.state is StampState.BEGUN
         if error.kind == NO_ANSWER or was_begun:
             is_published = digest_of_manifest(event.out) not in ("", task.stamp.manifest)
@@ -459,13 +459,6 @@ class _Watch(Struct):
         has_time = self.ends_at is not None and time.monotonic() < self.ends_at
         return not waiting or (self.last_scans > 1 and not (is_settling and has_time))
 
-    def _report_rest(self) -> Iterator[WatchEvent]:
-        """Yield what is not exported at the end, and why."""
-        decided, seen = self.decided.checkpoints, self.seen.checkpoints
-        for name, one in decided.items():
-            if one.verdict is Verdict.WAIT:
-                yield self._event(EventKind.WAITING, name, seen[name].step, why=one.reason)
-
     def _is_at_work(self, name: str) -> bool:
         return any(task.event.checkpoint == name for task in self.tasks)
 
@@ -495,12 +488,6 @@ def _check_folders(run: Path, outs: Path, *, once: bool) -> None:
         NotACheckpointError: ``run`` does not exist, and it is scanned once.
         UsageError: they are not what they should be.
     """
-    for folder, at_work in ((run, reading), (outs, writing)):
-        with at_work(folder):
-            is_other = exists(folder) and not is_folder(folder)
-        if is_other:
-            hint = "Pass the run's folder, then a folder for exports"
-            raise UsageError("is not a folder", path=folder, hint=hint)
     with reading(run):
         is_one = exists(run) and is_tag_dir(run)
         if exists(run) and not is_one and len(tags := list_tags(run)) == 1:
@@ -537,11 +524,10 @@ def _locked(outs: Path) -> Iterator[None]:
     own = outs / OWN_FOLDER
     with writing(own):
         make_folder(own)
-    if not is_local(own):  # no locks; the manifest is written only if there is none
-        _finish_removals(outs)
-        yield
-        return
-    with locked_file(own / "lock", outs, "another watch exports to this folder"):
+    with ExitStack() as stack:
+        if is_local(own):  # buckets have no locks; the manifest is written only if there is none
+            reason = "another watch exports to this folder"
+            stack.enter_context(locked_file(own / "lock", outs, reason))
         _finish_removals(outs)
         yield
 
