@@ -110,10 +110,3 @@ def test_adapter_without_a_config_is_rejected(where: str, tmp_path: Path) -> Non
         assert "--adapter-config" in error.hint
     export(trained.checkpoint, out, "--layout", "memory", "--exclude-frozen")
     assert (out / "model.safetensors").is_file()
-
-
-def test_other_files_as_adapter_config_are_rejected(tmp_path: Path) -> None:
-    trained = train(tmp_path)
-    for given in (tmp_path / "missing", trained.base, trained.base / "config.json"):
-        words = ("--adapter-config", given)
-        refused(trained.checkpoint, tmp_path / "out", *words, kind="not_a_checkpoint")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -13,7 +14,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 
 from tests.support import peft_models
-from tests.support.checkpoints import Model, Run, save, values
+from tests.support.checkpoints import Model, Run, edit, save, values
 from tests.support.exports import export, read_json, refused, verify
 from tests.support.oracles import differences
 from tests.support.peft_models import ATTENTION, FORMS, Form, Trained
@@ -105,6 +106,24 @@ def test_weights_trained_outside_the_adapter_are_not_lost(names: str, tmp_path: 
     form = Form(lambda: peft_models.llama(bias=True), keys, by_hand=names)
     trained = peft_models.train(form, tmp_path, WITHOUT_BASE)
     refused(trained.checkpoint, tmp_path / "out", *KEEP, kind="unsupported", word=names)
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod."])
+def test_prefix_of_a_wrapper_is_removed(prefix: str, tmp_path: Path) -> None:
+    trained, out = peft_models.train(FORMS["plain"], tmp_path, WITHOUT_BASE), tmp_path / "out"
+    for path in trained.checkpoint.rglob("*model_states.pt"):
+        edit(path, lambda state: wrap(state, prefix))
+    export(trained.checkpoint, out, *KEEP)
+    assert unlike(out, trained) == []
+
+
+def wrap(state: dict[str, Any], prefix: str) -> None:
+    """Give every weight of a model states file a prefix."""
+    state["param_shapes"] = [
+        {prefix + n: s for n, s in one.items()} for one in state["param_shapes"]
+    ]
+    for key in ("module", "frozen_param_shapes", "frozen_param_fragments"):
+        state[key] = {prefix + name: one for name, one in (state.get(key) or {}).items()}
 
 
 def test_several_adapters_are_kept_in_their_folders(tmp_path: Path) -> None:

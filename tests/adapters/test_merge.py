@@ -30,7 +30,6 @@ base weight, the update and their sum, because libraries round a matrix product 
 
 WITHOUT_BASE, WITH_BASE = Run(stage=2, exclude_frozen=True), Run(stage=3)
 PREFIX = "base_model.model"
-ROUNDED = {"bf16": torch.bfloat16, "fp16": torch.float16}
 pytestmark = pytest.mark.filterwarnings("ignore")
 MERGE = ("--adapter", "merge")
 
@@ -82,17 +81,15 @@ def test_merge_equals_peft(form: str, run: Run, tmp_path: Path) -> None:
     (trained.checkpoint / config.name).write_bytes(config.read_bytes())
     given = ["--base", trained.base] if run is WITHOUT_BASE else []
     wanted = merged_by_peft(trained, tmp_path / "peft")
-    for dtype in ("fp32", *ROUNDED):
+    for dtype in ("fp32", "fp16"):
         export(trained.checkpoint, tmp_path / dtype, *MERGE, "--dtype", dtype, *given)
     assert_merged(files_of(tmp_path / "fp32"), wanted, trained)
-    for dtype, kind in ROUNDED.items():
-        assert_rounded(files_of(tmp_path / dtype), wanted, kind)
+    assert_rounded(files_of(tmp_path / "fp16"), wanted, torch.float16)
     configs = [read_json(tmp_path / name / "config.json") for name in ("fp32", "peft")]
     assert configs[0]["tie_word_embeddings"] == configs[1]["tie_word_embeddings"]
 
 
-@pytest.mark.parametrize("run", [WITHOUT_BASE, WITH_BASE], ids=["base given", "base saved"])
-@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize(("is_tied", "run"), [(True, WITHOUT_BASE), (False, WITH_BASE)])
 @pytest.mark.parametrize("tokens", [[9, 3, 49], {"embed_tokens": [0, 1]}], ids=str)
 def test_merge_with_trained_tokens_equals_peft(
     tokens: object, is_tied: bool, run: Run, tmp_path: Path
@@ -205,13 +202,6 @@ def test_base_dtype_is_that_of_training_or_the_option(tmp_path: Path) -> None:
         words = ("--base", trained.base, "--base-dtype", dtype)
         export(trained.checkpoint, tmp_path / dtype, *words)
         assert torch.equal(files_of(tmp_path / dtype)[name], wanted)
-
-
-def test_base_with_this_adapter_merged_is_rejected(tmp_path: Path) -> None:
-    trained = peft_models.train(FORMS["plain"], tmp_path, WITHOUT_BASE)
-    export(trained.checkpoint, tmp_path / "merged", "--base", trained.base)
-    words = (*MERGE, "--base", tmp_path / "merged")
-    refused(trained.checkpoint, tmp_path / "out", *words, kind="usage", finding="base-mismatch")
 
 
 # --- adapters that cannot be merged ---

@@ -47,7 +47,6 @@ def test_end_of_training_waits_for_the_last_export(
     assert verify_export(out / "checkpoint-2", against=first).ok
     assert verify_export(out / "checkpoint-4").ok
     assert next(x for x in caplog.messages if "exported" in x).startswith("checkpoint-2 ")
-    assert not any("only its age" in line for line in caplog.messages)
 
 
 def test_failures_are_logged_and_never_raised(
@@ -60,7 +59,7 @@ def test_failures_are_logged_and_never_raised(
     exports.begin(tmp_path / "run")
     exports.collect()
     assert (tmp_path / "out").read_text() == "mine"
-    assert any("out: is not a folder" in line for line in caplog.messages)
+    assert any("cannot be written: Not a directory" in line for line in caplog.messages)
 
 
 def test_killed_process_is_logged_and_started_again(

@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.fuzz.runner import run_plain
+from tests.fuzz.states import target_of
 from tests.support import fsdp_checkpoints
 from tests.support.oracles import Tensors, differences
 from zexport import DamagedCheckpointError, IncompleteCheckpointError, UnsafeError, ZexportError
@@ -170,3 +172,10 @@ def test_damaged_checkpoint_is_rejected(case: _Damage, checkpoints: Path, tmp_pa
     with pytest.raises(kind, match=words) as caught:
         contents(opened(folder))
     assert caught.value.path is not None
+
+
+def test_files_with_other_values_end_in_an_answer_or_an_error(
+    checkpoints: Path, tmp_path: Path
+) -> None:
+    figures = run_plain(target_of(checkpoints), tmp_path, seed=1, more=lambda number: number < 20)
+    assert figures.accepted < figures.executions

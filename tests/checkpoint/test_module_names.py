@@ -1,4 +1,4 @@
-"""Models with wrapped modules: activation checkpointing, ``torch.compile``, a value head."""
+"""Models with wrapped modules: activation checkpointing, a value head."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import zexport
 from tests.support.checkpoints import Model, Run, edit, save
-from tests.support.hf_models import differing, load, tiny_config, tiny_model, write_config
 from zexport import ExportOptions, NameLayout, Role
 
 
@@ -123,38 +121,3 @@ def test_every_tensor_is_exported_once_under_its_parameter_name(
     for name, parameter in parameters.items():
         truth = parameter.bfloat16().float() if name in frozen else parameter
         assert written[name].float().equal(truth)
-
-
-def _compiled(module: nn.Module) -> Any:
-    return torch.compile(module, backend="eager")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stage", "wrappers", "around"),
-    [
-        (1, [checkpoint_wrapper], None),
-        (2, [_compiled], None),
-        (3, [_compiled, checkpoint_wrapper], None),
-        (3, [checkpoint_wrapper, _compiled], _compiled),
-    ],
-)
-def test_model_with_wrapped_layers_loads_as_the_live_model(
-    stage: int, wrappers: Any, around: Any, tmp_path: Path
-) -> None:
-    config = tiny_config(tie_word_embeddings=True)
-    model = tiny_model("LlamaForCausalLM", config)
-    truth = tiny_model("LlamaForCausalLM", config)
-    model.model.layers[1].mlp.requires_grad_(requires_grad=False)
-    truth.model.layers[1].mlp.bfloat16().float()
-    layers = model.model.layers
-    for wrap in wrappers:
-        for number, layer in enumerate(layers):
-            layers[number] = wrap(layer)
-    root = _save(around(model) if around else model, Run(stage=stage), tmp_path / "run")
-    write_config(root, config, architectures=["LlamaForCausalLM"])
-    zexport.consolidate(root, tmp_path / "out")
-    loaded, problems = load(tmp_path / "out")
-    assert problems == {}
-    assert differing(loaded, truth) == []
-    assert zexport.verify_export(tmp_path / "out", against=root).ok

@@ -125,13 +125,6 @@ def test_placeholder_with_the_storage_of_one_parameter_is_tied_to_it(
     assert checkpoint.left_out == (() if owners == 1 else ("again.weight",))
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_excluded_frozen_weights_are_reported(stage: int, tmp_path: Path) -> None:
-    checkpoint = _opened(small_model(), Run(stage=stage, exclude_frozen=True), tmp_path)
-    assert checkpoint.frozen_left_out
-    assert all(tensor.role is not Role.FROZEN for tensor in checkpoint.tensors)
-
-
 def test_missing_buffer_is_left_out(tmp_path: Path) -> None:
     checkpoint = _changed(tmp_path, Run(stage=2), lambda state: state["module"].pop("mask"))
     assert checkpoint.left_out == ("mask",)

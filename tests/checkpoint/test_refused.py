@@ -29,7 +29,7 @@ State = Any
 D, I, U = DamagedCheckpointError, IncompleteCheckpointError, UnsupportedError  # noqa: E741
 Z0, Z2, Z3, MOE0 = "z0_w2_bf16", "z2_w2_fp16", "z3_w2_bf16", "moe_z0_w2_ep2_bf16"
 MOE2, EP2, T2, U2 = "moe_z2_w4_ep2", "autoep_z2_w4_ep2", "tp2_z2_w4_bf16", "uni_z2_w2_bf16_odd"
-P1, P0, P0T, P16 = "pp2_z1_w4_bf16_tied", "pp2_z0_w4_fp32", "pp2_z0_w4_fp32_tied", "pp2_z0_w4_fp16"
+P1, P0, P0T = "pp2_z1_w4_bf16_tied", "pp2_z0_w4_fp32", "pp2_z0_w4_fp32_tied"
 GRID, U3, MOES = "pp2_tp2_z1_w8_bf16_tied", "uni_z3_w2_bf16_frozen", "stages_moe_z1_w4_ep2"
 Z2T, Z0M = "z2_w2_bf16_tied", "mp_rank_00_model_states.pt"
 EXPP0, EXPP1 = "expp_rank_0_*", "expp_rank_1_*"
@@ -123,10 +123,8 @@ def other_step(state: State) -> None:
 
 RANKS = [
     ("z3_w4_bf16_odd", gone("*rank_1_*optim*", "*rank_3_*optim*"), I, "ranks 1, 3"),
-    (Z2, gone(MODEL), I, "mp_rank_00_model_states.pt"),
     (Z3, gone(M0), I, "zero_pp_rank_0_mp_rank_00_model_states.pt"),
     (Z2, second(O1, "rank_1_", "rank_2_"), D, "rank 2"),
-    (Z3, second(O1, "bf16_", ""), D, "rank 1"),
     (Z3, swap(O0, O1), D, "renamed"),
     (Z2, lambda root: files(root, O1)[0].write_bytes(b"not torch"), D, "rank_1_"),
     (Z2, update(O1, "optimizer_state_dict", partition_count=[3]), D, "partition"),
@@ -134,7 +132,6 @@ RANKS = [
     (Z2, edit(O1, other_step), D, "optimizer step"),
     (Z3, update(M1, dp_world_size=3), D, "size"),
     (T2, gone("*mp_rank_01_optim*"), I, "mp_rank_01_optim"),
-    (MOES, gone("*mp_rank_01*"), I, "stage"),
 ]
 
 
@@ -166,17 +163,15 @@ STATE, CLIPPING = "optimizer_state_dict", "gradient_clipping"
 GROUPS = [
     *(
         (name, update(O1, STATE, **{PARTITIONS: left}), D, "flat groups")
-        for name in ("z1_w2_bf16opt", "z2_w2_bf16_groups", MOE2, "moe_z1_w4_ep2_bf16opt", GRID)
+        for name in ("z2_w2_bf16_groups", "moe_z1_w4_ep2_bf16opt", GRID)
         for left in (None, [])
     ),
     (Z2T, exchange(O0, O1), D, "partition"),
     (MOE2, exchange(O0, O1), D, "partition"),
-    ("autoep_z3_w4_ep2", exchange(O0, O1), D, "rank"),
     (Z2, edit(MODEL, swapped_names), D, "param_slice_mappings"),
     (Z3, edit(M0, swapped_names), D, "different"),
     ("z3_w2_bf16_sub1000", edit(OPTIM, lambda s: s[STATE]["fp32_flat_groups"].reverse()), D, ""),
     (Z2T, update(OPTIM, STATE, zero_stage=3), D, "ZeRO-3"),
-    (P1, edit("*mp_rank_01_optim*", other_step), D, "optimizer step"),
     (MOE2, edit(Z0M, one_more), D, "param_alignment_paddings"),
     *(
         ("z1_w2_bf16", module(lambda m, d=d: m.update({WEIGHT: m[WEIGHT].to(d)})), D, WEIGHT)
@@ -184,7 +179,6 @@ GROUPS = [
     ),
     (Z2, module(lambda m: m.update({f"{WEIGHT}x": m.pop(WEIGHT)})), D, f"{WEIGHT}x"),
     *((name, edit(MODEL, resized), D, "") for name in (Z2, Z3)),
-    (Z2, drop(MODEL, "param_shapes", 0), D, "groups"),
 ]
 
 
@@ -199,7 +193,6 @@ def frozen(change: Callable[[torch.Tensor], object]) -> Callable[[State], None]:
 
 Z3F = "z3_w2_bf16_frozen"
 FROZEN = [
-    (Z3F, edit(M1, frozen(torch.Tensor.float)), D, ""),
     (Z3F, edit(MODEL, frozen(torch.Tensor.char)), U, "quantized"),
     (Z3F, edit(MODEL, lambda s: s["frozen_param_shapes"].update(other=(8,))), D, "other"),
 ]
@@ -235,10 +228,9 @@ def layers(**values: object) -> Callable[[State], object]:
 EXPERTS = [
     *(
         (name, edit(EXPERT0.format(1), change), D, "expert_1")
-        for name in (MOE0, "moe_z1_w2_ep2_frozen", "moe_z2_w2_ep1")
+        for name in (MOE0, "moe_z1_w2_ep2_frozen")
         for change in (
             lambda s: s.pop(matrix(s)),
-            lambda s: s.clear(),
             lambda s: s.update({f"{first(s, '.bias')}x": s.pop(first(s, ".bias"))}),
             lambda s: s.update(more=torch.ones(2)),
             lambda s: s[matrix(s)].t_(),
@@ -250,20 +242,13 @@ EXPERTS = [
     (MOES, update("mp_rank*", **{DEGREES: {"pp_degree": 1, "tp_degree": 2}}), U, "tensor"),
     *(
         (MOE2, update(Z0M, num_experts=counts), ZexportError, "expert")
-        for counts in ([2**62, 4], [4, 3], [4], [4, -4])
+        for counts in ([2**62, 4], [4, 3])
     ),
-    ("moe_z2_w2_ep2_dense_frozen", gone(O1), I, "rank_1_"),
     (EP2, edit(Z0M, layers(checkpoint_format_version=2)), U, "2"),
-    (EP2, edit(Z0M, layers(expert_placement={"version": 2})), U, "2"),
     (EP2, edit(Z0M, layers(expert_placement=None)), U, "AutoEP"),
-    (EP2, update(Z0M, folding={"version": 1}), U, "tensor"),
-    ("moe_z0_w2_ep2_fp32", gone(Z0M), I, "rank 0"),
-    (MOE0, gone(EXPP0), I, "expp_rank_0"),
     (MOE0, gone(EXPP1), I, "expp_rank_1"),
     (MOE0, both(gone(EXPP1), edit(EXPP0, unnamed)), I, "experts"),
     (MOE0, edit(EXPP1, lambda s: s["optimizer"]["fp32_groups"][1].clear()), D, "group 1"),
-    (MOE0, edit(Z0M, lambda s: s["module"].clear()), D, ""),
-    ("autoep_z0_w2_ep2", drop(EXPP1, "optimizer"), I, "expp_rank"),
 ]
 
 
@@ -294,17 +279,13 @@ BIAS = r"^model\.layers\.1\.mlp\.up_proj\.bias$"
 TENSOR = [
     (T2, gone("*mp_rank_01*"), I, "mp_rank_01"),
     (T2, drop("mp_rank*model*", INFO), U, "split"),
-    (T2, split(lambda r: r["affine_map"].update(version=2)), U, "affine_map"),
     (T2, piece(scale=0.5), U, "q_proj"),
-    (T2, piece(source=[0, [1, 16]]), U, "q_proj"),
     (T2, split(lambda r: r.update({UNSUPPORTED: {r"model\..": "odd"}})), U, "odd"),
     (T2, lists(lambda r: r[COPIED].clear()), U, "record"),
-    (T2, split(lambda r: entry(r).update(logical_shape=[1 << 40, 16])), D, "q_proj"),
     (T2, split(lambda r: entry(r)["ranks"][1].update(shard_shape=[1, 16])), D, "q_proj"),
     (T2, split(lambda r: entry(r)["ranks"].pop(1)), D, "q_proj"),
     (T2, lists(lambda r: r[ROW].append(BIAS)), D, "dimension 1"),
     (T2, split(exchanged, "mp_rank_01*"), D, "mp_rank_0"),
-    (T2, both(update(M_TP1, dp_world_size=1), gone("*rank_1_mp_rank_01_o*")), D, "size"),
     (T2, update(M_TP1, global_steps=3), D, "global step"),
 ]
 
@@ -316,17 +297,10 @@ def wider(state: State) -> None:
 
 PIPELINE = [
     (P1, gone("layer_02-*"), I, "layer_02-model_states.pt"),
-    (P1, gone("layer_*"), I, "layer"),
-    (P1, gone("*mp_rank_01_*"), I, "stage"),
-    (P0, gone("layer_06-*"), I, "lack"),
-    *((P0T, gone(f"layer_0{n}-*"), I, "lack") for n in (0, 1, 2, 4, 5)),
-    *((P16, gone(f"layer_0{n}-*"), I, "lack") for n in (0, 1, 6)),
+    *((P0T, gone(f"layer_0{n}-*"), I, "lack") for n in (0, 5)),
     *((name, edit("layer_01-*", wider), I, "lack") for name in (P0, P0T)),
-    (P0T, edit("mp_rank_*", lambda s: s["optimizer"]["state"].clear()), I, "lack"),
     (P1, moved("layer_01-*", "layer_01", "layer_04"), D, "renamed"),
-    (P1, edit("layer_01-*", lambda s: (s.clear(), s.update(other=torch.ones(9)))), D, "layer_01"),
     (P1, edit("layer_00-*", lambda s: s.update(bias=torch.ones(2))), U, "tied"),
-    (GRID, drop("mp_rank*model*", INFO), U, "split"),
     (GRID, gone("layer_02-model_01*"), I, "layer_02-model_01-model_states.pt"),
 ]
 
@@ -376,13 +350,9 @@ def round_robin(state: State) -> None:
 
 UNIVERSAL = [
     (U3, gone(f"{NORM}/fp32.pt"), D, "model.norm.weight"),
-    (U3, gone(f"{NORM}/*"), D, "model.norm.weight"),
     (U3, stray, D, "stray"),
     (U3, resave(f"{NORM}/fp32.pt", lambda flat: flat[:-1].clone()), D, "model.norm.weight"),
     (U3, gone("zero_pp_rank_1*model*"), I, "1 of 2"),
-    (U3, gone("zero_pp_rank_0*model*"), I, "rank 0"),
-    (U2, gone("*.pt"), I, "rank 0"),
-    (U2, update("mp_rank*", param_shapes=None), D, ""),
     (U2, param(lambda t: t.T.contiguous()), D, "inner.weight"),
     (U2, param(torch.Tensor.half), D, "float16"),
     (U2, edit("mp_rank*", round_robin), U, "round_robin"),

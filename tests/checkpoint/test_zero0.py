@@ -50,7 +50,7 @@ def differing(taken: TrainingState) -> list[tuple[str, int]]:
     casts = [one for one in taken.replicas if isinstance(one, CastReplica)]
     with SourceReader(taken.torch_files) as reader, pytest.MonkeyPatch.context() as patch:
         patch.setattr("zexport.ranges.compare._BATCH_NUMEL", 7)
-        found = compare_casts(casts, reader.read_into, full=False)
+        found = compare_casts(casts, reader.read_into, full=False, expect=reader.expect)
     return [(one.replica.name, one.first) for one in found]
 
 

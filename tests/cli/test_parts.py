@@ -62,7 +62,6 @@ def _unlaunched(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"RANK": "2", "WORLD_SIZE": "8"}, "auto", (3, 8)),
         ({"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}, "auto", (4, 4)),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, "auto", (1, 4)),
         (_ONE_TASK | _TORCHRUN, "auto", (2, 2)),
         (_ONE_TASK | _ARRAY, "auto", (2, 3)),
         ({"JOB_COMPLETION_INDEX": "5"}, "auto/6", (6, 6)),
@@ -84,8 +83,7 @@ def test_launcher_numbers_the_part(
         ({"JOB_COMPLETION_INDEX": "1"}, "auto"),
         (_TORCHRUN | {"SLURM_PROCID": "2", "SLURM_NTASKS": "4"}, "auto"),
         ({"RANK": "9", "WORLD_SIZE": "8"}, "auto"),
-        ({"RANK": "zero", "WORLD_SIZE": "8"}, "auto"),
-        *(({}, part) for part in ("0/4", "5/4", "3", "a/b", "auto/0", "1/4/2", "")),
+        *(({}, part) for part in ("0/4", "5/4", "3", "auto/0")),
     ],
 )
 def test_ambiguous_or_impossible_part_is_refused(

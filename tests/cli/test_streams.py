@@ -53,12 +53,3 @@ def test_result_that_cannot_be_written_exits_with_6(tmp_path: Path, words: str) 
     assert done.stderr.startswith("Error: cannot write the result to stdout: No space left")
     assert done.stderr.count("\n") == 1
     assert run(words, ">&- 2>&-", MODEL=tmp_path / "model").returncode == 0
-
-
-@pytest.mark.parametrize("redirections", [">/dev/full", "2>/dev/full"])
-def test_error_that_cannot_be_written_keeps_its_exit_code(
-    tmp_path: Path, redirections: str
-) -> None:
-    done = run('inspect "$CKPT" --json', redirections, CKPT=tmp_path / "nothing")
-    assert done.returncode == 3
-    assert "Traceback" not in done.stderr

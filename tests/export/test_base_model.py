@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.support import peft_models
 from tests.support.checkpoints import Model, Run, save, small_model
 from tests.support.exports import edit_json, export, manifest_of, refused, verify
-from tests.support.peft_models import ATTENTION, FORMS, Form, Trained, llama
+from tests.support.peft_models import FORMS, Trained, llama
 
 WITHOUT_FROZEN = Run(stage=2, exclude_frozen=True)
 WITH_FROZEN = Run(stage=2)
@@ -122,23 +122,6 @@ def test_adapter_is_not_merged_twice(trained: Trained, tmp_path: Path) -> None:
     merge_refused(trained, merged, tmp_path / "out", "merged")
 
 
-@pytest.mark.parametrize("known_from", ["config", "tokenizer"])
-def test_resized_embedding_missing_from_the_base_is_refused(
-    known_from: str, tmp_path: Path
-) -> None:
-    form = Form(llama, {"target_modules": ATTENTION}, rows=53)
-    trained = peft_models.train(form, tmp_path / "run", Run(stage=3, exclude_frozen=True))
-    options, word = ("--base", trained.base), "embed_tokens"
-    if known_from == "config":
-        shutil.copy(trained.base / "config.json", trained.checkpoint)
-        edit_json(trained.checkpoint / "config.json", vocab_size=53)
-    else:
-        added, word = '{"added_tokens": [{"id": 52, "content": "<new>"}]}', "52"
-        (trained.checkpoint / "tokenizer.json").write_text(added)
-    refused(trained.checkpoint, tmp_path / "out", *options, kind="frozen_left_out", word=word)
-    export(trained.checkpoint, tmp_path / "out", *options, "--exclude-frozen")
-
-
 def partly_trained(tmp_path: Path) -> tuple[Path, Path, Path]:
     """A checkpoint without its frozen layer, the model it started from, and an unrelated one."""
     torch.manual_seed(1)
@@ -160,6 +143,14 @@ def test_frozen_weights_of_an_unrelated_base_are_refused(tmp_path: Path) -> None
     refused(root, tmp_path / "out", *to_other, kind="usage", finding="base-mismatch", word="cosine")
     (other / "generation_config.json").unlink()
     assert not export(root, tmp_path / "trained", *to_other, "--exclude-frozen")["from_base"]
+    assert len(export(root, tmp_path / "out", "--base", base)["from_base"]) == 9
+
+
+def test_base_without_a_config_supplies_weights(tmp_path: Path) -> None:
+    root, base, other = partly_trained(tmp_path)
+    for folder in (base, other):
+        (folder / "config.json").unlink()
+    refused(root, tmp_path / "out", "--base", other, kind="usage", finding="base-mismatch")
     assert len(export(root, tmp_path / "out", "--base", base)["from_base"]) == 9
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -12,13 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import save_file
 
 from tests.support.checkpoints import Model, Run, Tensors, save
 from tests.support.exports import export, refused, verify
-from tests.support.hf_models import differing, load
-from tests.support.live_models import FAMILIES, checkpoint_of, files_of, in_training, live_model
+from tests.support.hf_models import load
+from tests.support.live_models import checkpoint_of, files_of, in_training, live_model
 from tests.support.real_cases import facts
 
 pytestmark = pytest.mark.slow
@@ -50,18 +48,6 @@ def saved_transposed(model: Any, folder: Path) -> Tensors:
 
 
 OTHER_LAYOUTS = [("gemma3", saved_with_prefixes), ("qwen3-vl-moe", saved_transposed)]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_export_equals_what_the_live_model_saves(family: str, tmp_path: Path) -> None:
-    model, out = live_model(family), tmp_path / "out"
-    expected = saved(model, tmp_path / "live")
-    root = checkpoint_of(model, tmp_path / "run", stage=2 + len(family) % 2)
-    assert export(root, out)["loadable"]
-    assert facts(files_of(out)) == facts(expected)
-    loaded, problems = load(out)
-    assert (type(loaded).__name__, problems) == (FAMILIES[family][0], {})
-    assert differing(loaded, model) == []
 
 
 @pytest.mark.parametrize(("family", "save_base"), OTHER_LAYOUTS)
@@ -154,24 +140,6 @@ def test_base_supplies_frozen_weights_under_its_own_names(
     export(root, tmp_path / "rest", "--exclude-frozen")
     rest = {name: value for name, value in expected.items() if part not in name}
     assert facts(files_of(tmp_path / "rest")) == facts(rest)
-
-
-@pytest.mark.parametrize("is_reward_model", [False, True])
-def test_transformers_is_asked_at_most_twice(
-    is_reward_model: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Although the config is of another class, with other labels and another vocabulary."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    model = live_model("llama")
-    config = model.config.to_dict()
-    if is_reward_model:
-        own = type(model.config)(**{**config, "architectures": None, "num_labels": 1})
-        model = transformers.LlamaForSequenceClassification(own)
-    root = save(in_training(model), Run(), tmp_path / "run")
-    (root / "config.json").write_text(json.dumps(config | {"vocab_size": 40}, default=str))
-    assert export(root, tmp_path / "out")["loadable"]
-    assert len([*(tmp_path / "cache").rglob("names-*.json")]) <= 1 + is_reward_model
-    assert facts(files_of(tmp_path / "out")) == facts(model.state_dict())
 
 
 # --- asking transformers ---

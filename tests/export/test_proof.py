@@ -124,8 +124,8 @@ def read_errors(lazy: Mapping[str, Any]) -> dict[str, str]:
 def test_lazy_tensors_are_refused_when_they_are_read(doubled: Path) -> None:
     lazy = compat.get_fp32_state_dict_from_zero_checkpoint(doubled, lazy_mode=True)
     errors = read_errors(lazy)
-    assert len(errors) == 11
-    assert all(name in error for name, error in errors.items())
+    assert errors.keys() == lazy.keys()
+    assert all("11 of" in error for error in errors.values())
 
 
 def test_replicated_weights_of_experts_and_tensor_ranks_are_compared(tmp_path: Path) -> None:

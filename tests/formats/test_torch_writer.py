@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from zexport import UnsafeError
 from zexport.formats.pickle_values import (
@@ -19,12 +17,9 @@ from zexport.formats.pickle_values import (
     NEWOBJ_EX,
     Global,
     Opaque,
-    OpaqueKey,
     Ordered,
     Size,
     TensorLeaf,
-    TensorRef,
-    as_key,
 )
 from zexport.formats.torch_file import read_torch_file
 from zexport.formats.torch_writer import lay_out
@@ -79,7 +74,13 @@ def test_torch_loads_every_kind_of_value(save: Save, mmap: bool) -> None:
     }
     tensors = {dtype.value: _leaf(3, dtype=dtype) for dtype in DType}
     written = values | {name: one for name, (one, _) in extra.items()} | tensors
-    loaded = torch.load(save(written | {"s": _leaf()}), weights_only=True, mmap=mmap)
+    path = save(written | {"s": _leaf()})
+    loaded, read = torch.load(path, weights_only=True, mmap=mmap), read_torch_file(path).value
+    assert isinstance(read, dict)
+    plain = values.keys() - {"bytes"}  # which Python decodes with a call
+    assert all(read[name] == values[name] for name in plain)
+    assert isinstance(read["ordered"]["a"], Ordered)
+    assert all(read[name].dtype.value == name for name in tensors)
     wanted = values | {name: one for name, (_, one) in extra.items()}
     for name, expected in wanted.items():
         assert (loaded[name], repr(loaded[name])) == (expected, repr(expected))
@@ -128,96 +129,3 @@ def test_calls_outside_the_closed_list_are_refused(value: object, name: str) -> 
     state = Opaque(Global("argparse", "Namespace"), (), opcode=NEWOBJ, state={"a": value})
     with pytest.raises(UnsafeError, match=name):
         lay_out(state, "file")
-
-
-def test_keys_that_are_slow_to_hash_are_refused(save: Save) -> None:
-    key: tuple[object, ...] = ("a", ("b", 1.5, None))
-    loaded = torch.load(save({as_key(key): 1, OpaqueKey(tuple(range(20))): 2}))
-    assert loaded == {key: 1, tuple(range(20)): 2}
-    for _ in range(40):
-        key = (key, key)
-    with pytest.raises(UnsafeError, match="slow to hash"):
-        lay_out({as_key(key): 1}, "file")
-    with pytest.raises(UnsafeError, match="a set of nested values"):
-        lay_out({as_key((key,))}, "file")
-    with pytest.raises(UnsafeError, match="found PosixPath"):
-        lay_out([Path("x")], "file")
-    cyclic: list[object] = []
-    cyclic.append((cyclic,))
-    assert lay_out(cyclic, "file")
-    for _ in range(5000):
-        cyclic = [cyclic]
-    with pytest.raises(UnsafeError, match="nested too deep"):
-        lay_out(cyclic, "file")
-
-
-_PLAIN = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-(2**70), 2**70),
-    st.floats(allow_nan=False),
-    st.text(max_size=5),
-    st.binary(max_size=5),
-)
-_KEYS = st.one_of(_PLAIN.filter(lambda one: not isinstance(one, bytes)), st.tuples(st.integers()))
-_TREES = st.recursive(
-    st.one_of(
-        _PLAIN,
-        st.builds(lambda n, of: _leaf(n, dtype=of), st.integers(0, 3), st.sampled_from(DType)),
-    ),
-    lambda parts: st.one_of(
-        st.lists(parts, max_size=4),
-        st.lists(parts, max_size=4).map(tuple),
-        st.dictionaries(_KEYS, parts, max_size=4),
-        st.dictionaries(st.text(max_size=3), parts, max_size=4).map(Ordered),
-        st.sets(st.integers()),
-        st.lists(st.integers(0, 9), max_size=3).map(Size),
-        parts.map(lambda one: [one, one]),
-    ),
-    max_leaves=20,
-)
-
-
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(_TREES)
-def test_any_value_is_read_back(save: Save, tree: object) -> None:
-    path = save(tree)
-    _check_alike(tree, torch.load(path, weights_only=True), read_torch_file(path).value)
-
-
-def _check_alike(given: object, loaded: object, read: object) -> None:
-    """That torch and the inert reader give what was given, in the same sharing."""
-    if isinstance(given, TensorLeaf):
-        assert isinstance(loaded, torch.Tensor)
-        assert isinstance(read, TensorRef)
-        assert (tuple(loaded.shape), read.shape, read.dtype) == (
-            given.shape,
-            given.shape,
-            given.dtype,
-        )
-    elif isinstance(given, dict):
-        assert (
-            isinstance(loaded, OrderedDict)
-            == isinstance(given, Ordered)
-            == isinstance(read, Ordered)
-        )
-        assert [*given] == [*loaded] == [*read]
-        for key, part in given.items():
-            _check_alike(part, loaded[key], read[key])
-    elif isinstance(given, list | tuple):
-        kind = torch.Size if isinstance(given, Size) else type(given)
-        assert (type(loaded), type(read), len(loaded), len(read)) == (
-            kind,
-            type(given),
-            len(given),
-            len(given),
-        )
-        for at, part in enumerate(given):
-            _check_alike(part, loaded[at], read[at])
-        if len(given) > 1 and given[0] is given[1] and isinstance(given[0], list | TensorLeaf):
-            assert loaded[0] is loaded[1]
-    else:
-        assert (type(loaded), loaded) == (type(given), given)
-        assert isinstance(given, bytes) or (type(read), read) == (type(given), given)

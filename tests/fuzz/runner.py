@@ -13,7 +13,7 @@ from random import Random
 from tests.fuzz.mutations import mutated
 from zexport import ZexportError
 
-NAMES = ("pickles", "zips", "legacy", "safetensors_files", "checkpoints", "states")
+NAMES = ("pickles", "zips", "legacy", "safetensors_files", "states")
 _SECONDS_MAX = 20.0
 _MESSAGE_LENGTH_MAX = 50_000
 _EXIT_CODES = (2, 3, 4, 5)
@@ -44,7 +44,7 @@ class Target:
 
 
 def target(name: str) -> Target:
-    home = name if name in ("checkpoints", "states") else "readers"
+    home = "states" if name == "states" else "readers"
     found = importlib.import_module(f"tests.fuzz.{home}").TARGETS[name]
     assert isinstance(found, Target)
     return found

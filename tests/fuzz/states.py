@@ -1,5 +1,7 @@
 """Real checkpoints of every layout with one to three values replaced in one file.
 
+``ZEXPORT_CASES`` names a folder with more of them.
+
 Reading must fail with a path, or return the saved values in every slot. Other values are only
 accepted if a replica differs, or if the file now names other bytes of itself.
 """
@@ -14,18 +16,24 @@ import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from hashlib import blake2b
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 
+import zexport
 from tests.fuzz import values
 from tests.fuzz.mutations import mutated
 from tests.fuzz.runner import Target
-from tests.support.fsdp_checkpoints import made, opened
-from zexport import DamagedCheckpointError, ZexportError
+from tests.support.fsdp_checkpoints import opened
+from zexport import (
+    DamagedCheckpointError,
+    ExportOptions,
+    NameLayout,
+    ZexportError,
+    plan_export,
+)
 from zexport.checkpoint.fsdp.source import holds_fsdp
 from zexport.checkpoint.open import open_checkpoint
 from zexport.checkpoint.state import TrainingState, raise_problems
@@ -35,18 +43,21 @@ from zexport.ranges.compare import CastReplica
 from zexport.ranges.reader import SourceReader
 from zexport.ranges.source import ByteSource
 
-_MADE = TemporaryDirectory(prefix="zexport-fuzz-")
 _FIXTURES = Path(__file__).parents[2] / "fixtures"
+_PLAIN = ExportOptions(layout=NameLayout.MEMORY)
 _PICKLES = ("*.pt", "*.bin", ".metadata")
 _Values = Mapping[tuple[str, str], bytes]
 
 
-@cache
-def _cases() -> Sequence[Path]:
-    """Return folders of valid checkpoints, each with a ``case.json``."""
-    homes = [_FIXTURES, made(Path(_MADE.name, "fsdp"))]
+def _homes() -> Iterator[Path]:
+    yield _FIXTURES
     if named := os.environ.get("ZEXPORT_CASES"):
-        homes += [Path(named), Path(named).parent / "cases_fsdp"]
+        yield from (Path(named), Path(named).parent / "cases_fsdp")
+
+
+@cache
+def _cases(homes: tuple[Path, ...]) -> Sequence[Path]:
+    """Return folders of valid checkpoints, each with a ``case.json``."""
     found = [file.parent for home in homes for file in sorted(home.glob("*/case.json"))]
     return [case for case in found if not case.name.startswith("dmg_") and _files(case)]
 
@@ -61,8 +72,13 @@ def _files(case: Path) -> Sequence[str]:
     return [str(path.relative_to(root)) for path in found]
 
 
+def folder_of(case: Path, copy: Path) -> Path:
+    """Return the folder of a copy that a user names."""
+    return copy / json.loads((case / "case.json").read_text()).get("hand_over", "")
+
+
 def _open(case: Path, copy: Path) -> TrainingState:
-    folder = copy / json.loads((case / "case.json").read_text()).get("hand_over", "")
+    folder = folder_of(case, copy)
     if not holds_fsdp(folder):
         return open_checkpoint(folder)
     state: TrainingState = opened(folder)
@@ -95,24 +111,26 @@ def _undamaged(case: Path, copy: Path) -> _Values:
 
 
 def seeds() -> Sequence[bytes]:
-    _cases()  # creates some, which must not count as time of an input
     return [bytes([number]) * 8 for number in range(8)]
 
 
-def read(data: bytes, folder: Path) -> object:
+def read(homes: tuple[Path, ...], data: bytes, folder: Path) -> object:
     """Read a checkpoint with values replaced in one file."""
     draw = random.Random(data)
-    case = draw.choice(_cases())
+    case = draw.choice(_cases(homes))
     copy = folder / case.parent.name / case.name
     if not copy.exists():
-        shutil.copytree(case / "ckpt", copy)
+        named = shutil.ignore_patterns("config.json", "zexport_source.json")
+        shutil.copytree(case / "ckpt", copy, ignore=named)  # transformers is not asked
     truth = _undamaged(case, copy)
     path = copy / draw.choice(_files(case))
-    with _changed(draw, path) as refs, _refused_with_a_path():
-        state = _open(case, copy)
-        found = _values(state)
-        _check_values(state, truth, found, path, refs)
-    return found
+    with _changed(draw, path) as refs:
+        with _refused_with_a_path():
+            state = _open(case, copy)
+            found = _values(state)
+            _check_values(state, truth, found, path, refs)
+        top = folder_of(case, copy)
+        return holds_fsdp(top) or plan_export(zexport.open_checkpoint(top), folder / "out", _PLAIN)
 
 
 @contextmanager
@@ -231,4 +249,9 @@ def _named(data: bytes) -> Counter[TensorRef]:
     return found
 
 
-TARGETS = {"states": Target("states", seeds, read)}
+def target_of(*homes: Path) -> Target:
+    """Return the fuzzer of the checkpoints in these folders."""
+    return Target("states", seeds, partial(read, homes))
+
+
+TARGETS = {"states": target_of(*_homes())}

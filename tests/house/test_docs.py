@@ -132,10 +132,3 @@ def test_modules_named_on_the_architecture_page_exist() -> None:
     named = re.findall(r"`(\w+(?:/\w+)*)`", table.partition("\n## ")[0])
     paths = [ROOT / "zexport" / name for name in named if name not in {"watch", "prune"}]
     assert [p.name for p in paths if not p.exists() and not p.with_suffix(".py").exists()] == []
-
-
-def test_first_page_shows_the_commands_of_the_demo() -> None:
-    demo = text_of(DOCS / "index.md").partition("<!-- demo -->")[2]
-    printed = re.findall(r"^\$ (.+)$", demo, re.MULTILINE)
-    run = re.findall(r"^say (.+)$", text_of(ROOT / "examples" / "demo.sh"), re.MULTILINE)
-    assert [shlex.split(line) for line in printed] == [shlex.split(line) for line in run]

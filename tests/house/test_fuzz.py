@@ -8,8 +8,7 @@ import pytest
 
 from tests.fuzz.runner import NAMES, run_plain, target
 
-_EXECUTIONS = {"pickles": 800, "zips": 200, "legacy": 300, "safetensors_files": 400, "states": 150}
-_SLOW_EXECUTIONS = 20
+_EXECUTIONS = {"pickles": 800, "zips": 200, "legacy": 300, "safetensors_files": 400, "states": 50}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -23,7 +22,7 @@ def test_every_seed_is_read_as_it_is(name: str, tmp_path: Path) -> None:
 def test_mutations_from_a_fixed_seed_end_in_an_answer_or_an_error(
     name: str, tmp_path: Path
 ) -> None:
-    count = _EXECUTIONS.get(name, _SLOW_EXECUTIONS)
+    count = _EXECUTIONS[name]
     figures = run_plain(target(name), tmp_path, seed=1, more=lambda number: number < count)
     assert figures.executions == count
     assert figures.accepted < count

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import zexport
 from tests.support.cli import run
 from zexport import MissingExtraError, UsageError
 from zexport.filenames import MANIFEST_NAME
@@ -66,36 +67,24 @@ def _ended(process: subprocess.Popen[str], code: int = 0) -> str:
     return stderr
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """The files that one process writes."""
-    out = tmp_path_factory.mktemp("whole") / "model"
-    _ended(_typed("consolidate", CKPT, out))
-    return _files(out)
-
-
-def test_ray_reshards_as_one_process(tmp_path: Path) -> None:
-    _ended(_typed("reshard", CKPT, tmp_path / "ray", "-n", 3, "--ray", "local"))
-    _ended(_typed("reshard", CKPT, tmp_path / "one", "-n", 3))
-    assert _files(tmp_path / "ray") == _files(tmp_path / "one")
-
-
-def _started_with_faults(kinds: str, tmp_path: Path) -> tuple[subprocess.Popen[str], Path]:
-    """Start an export with faulty workers; return it, and the start of the files they leave."""
+def _started_with_faults(
+    kinds: str, tmp_path: Path, *words: object
+) -> tuple[subprocess.Popen[str], Path]:
+    """Start a command with faulty workers; return it, and the start of the files they leave."""
     (tmp_path / "sitecustomize.py").write_text(_FAULTS)
     path, mark = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}", tmp_path / "mark"
-    words = ("consolidate", CKPT, tmp_path / "model", "--ray", "local", "--jobs", 1)
+    words = (*words, "--ray", "local", "--jobs", 1)
     started = _typed(*words, PYTHONPATH=path, TEST_KINDS=kinds, TEST_MARK=str(mark))
     return started, mark
 
 
-def test_parts_of_lost_and_failing_workers_are_written_again(
-    whole: dict[str, bytes], tmp_path: Path
-) -> None:
-    process, mark = _started_with_faults("killed stale", tmp_path)
+def test_parts_of_lost_and_failing_workers_are_written_again(tmp_path: Path) -> None:
+    words = ("reshard", CKPT, tmp_path / "ray", "-n", 3)
+    process, mark = _started_with_faults("killed stale", tmp_path, *words)
     _ended(process)
+    zexport.reshard(CKPT, tmp_path / "one", world_size=3)
     assert all(mark.with_name(f"mark-{kind}").exists() for kind in ("killed", "stale"))
-    assert _files(tmp_path / "model") == whole
+    assert _files(tmp_path / "ray") == _files(tmp_path / "one")
 
 
 def _tasks(mark: Path) -> list[Path]:
@@ -116,17 +105,17 @@ def _wait_until(holds: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
-def test_interrupt_leaves_no_task_and_a_rerun_continues(
-    whole: dict[str, bytes], tmp_path: Path
-) -> None:
-    process, mark = _started_with_faults("hangs", tmp_path)
+def test_interrupt_leaves_no_task_and_a_rerun_continues(tmp_path: Path) -> None:
+    words = ("consolidate", CKPT, tmp_path / "model")
+    process, mark = _started_with_faults("hangs", tmp_path, *words)
     _wait_until(lambda: mark.with_name("mark-hangs").exists() and bool(_tasks(mark)))
     process.send_signal(signal.SIGINT)
     assert "Interrupted." in _ended(process, 130)
     _wait_until(lambda: not _tasks(mark))  # Ray ends workers a moment after the driver
     assert MANIFEST_NAME not in _files(tmp_path / "model")
     _ended(_typed("consolidate", CKPT, tmp_path / "model", "--ray", "local"))
-    assert _files(tmp_path / "model") == whole
+    zexport.consolidate(CKPT, tmp_path / "one")
+    assert _files(tmp_path / "model") == _files(tmp_path / "one")
 
 
 def test_missing_ray_and_missing_cluster_are_refused(

@@ -18,7 +18,7 @@ import zexport
 from tests.support.checkpoints import edit
 from tests.support.published import check
 from tests.support.stopping import SHARDS, Job, files, flip, four_shards
-from zexport import ReshardOptions
+from zexport import OutputError, ReshardOptions
 from zexport.filenames import MANIFEST_NAME
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -152,6 +152,15 @@ def test_changed_line_of_a_manifest_is_reported(out: Path) -> None:
         assert _problems(out), line
     path.write_bytes(b"".join(lines))
     assert not _problems(out)
+
+
+@pytest.mark.parametrize("key", ["schema", "files", "tensors", "sources"])
+def test_malformed_manifest_is_refused(out: Path, key: str) -> None:
+    for value in (None, 7, "x", ["x"], {"x": "x"}):
+        _edit_json(out / MANIFEST_NAME, lambda table, value=value: table.update({key: value}))
+        assert MANIFEST_NAME in {file for file, *_ in _problems(out)}
+        with pytest.raises(OutputError, match=MANIFEST_NAME):
+            zexport.consolidate(FIXTURES / "z3_w2_bf16" / "ckpt", out, overwrite=True)
 
 
 # --- against a checkpoint ---

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,26 +29,22 @@ def checkpoint(root: Path, architecture: str, config: Any) -> Path:
     return write_run(tiny_model(architecture, config), root, architecture)
 
 
-def put_module(folder: Path, name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module that processes started from now on import before any other of its name."""
-    folder.mkdir(exist_ok=True)
-    (folder / f"{name}.py").write_text(text)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *sys.path]))
+@contextmanager
+def broken_torch(folder: Path, text: str) -> Iterator[None]:
+    """Processes that are started meanwhile import a module with this text as ``torch``."""
+    (folder / "torch.py").write_text(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *sys.path]))
+        yield
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [("transformers", "raise ImportError('spoilt')"), ("torch", "raise OSError('no libc10')")],
-)
-def test_names_are_cached_and_never_guessed(
-    name: str, text: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    put_module(tmp_path / "modules", name, text, monkeypatch)
-    refused(root, tmp_path / "out", kind="missing_extra", word=text.split("'")[1])
-    with monkeypatch.context() as usual:
-        usual.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-        export(root, tmp_path / "first")
-    export(root, tmp_path / "out")
+def test_names_are_cached_and_never_guessed(root: Path, tmp_path: Path) -> None:
+    (folder := tmp_path / "modules").mkdir()
+    with broken_torch(folder, "raise OSError('no libc10')"):
+        refused(root, tmp_path / "out", kind="missing_extra", word="no libc10")
+    export(root, tmp_path / "first")
+    with broken_torch(folder, "raise OSError('no libc10')"):
+        export(root, tmp_path / "out")
     first, second = (tmp_path / out / "model.safetensors" for out in ("first", "out"))
     assert first.read_bytes() == second.read_bytes()
 
@@ -81,7 +78,6 @@ def test_damaged_cache_is_replaced(
         {"hidden_size": "x"},
         {"vocab_size": 10**30},
         {"architectures": [5]},
-        {"num_hidden_layers": 10**9},
     ],
     ids=str,
 )

@@ -76,12 +76,3 @@ def test_added_tokens(highest: int, root: Path) -> None:
 def test_ids_in_other_files(name: str, content: object, highest: int, root: Path) -> None:
     write(root, name, json.dumps(content).replace('"#"', str(highest)))
     check_warning(root, name, highest)
-
-
-@pytest.mark.parametrize(
-    "content", ['{"added_tokens": [5, {"id": "9"}, {"id": true}]}', '{"added_tokens": [', "[5]", ""]
-)
-def test_unknown_tokenizer_formats_have_no_ids(content: str, root: Path) -> None:
-    write(root, "tokenizer.json", content)
-    write(root, "generation_config.json", {"pad_token_id": -1, "eos_token_id": None})
-    check_warning(root, "tokenizer.json", 0)

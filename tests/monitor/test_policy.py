@@ -24,7 +24,7 @@ def _checkpoint(step: int, **changes: object) -> RunCheckpoint:
     saved = int(changes.pop("saved", step))  # type: ignore[call-overload]
     files = {"rank_0.pt": Version(10, saved * S)}
     folder = Path(RUN, name)
-    made = RunCheckpoint(name, folder, folder / "tag", files, NOW - 100 * S, True, step)
+    made = RunCheckpoint(name, folder, folder / "tag", files, NOW - 100 * S, step)
     return replace(made, **changes)
 
 

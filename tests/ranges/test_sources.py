@@ -139,18 +139,6 @@ def test_boxes_that_do_not_cover_a_tensor_are_refused(
         Mosaic((2, 4), 4, tuple(Tile(a, n, source, 0, row_major(n)) for a, n in tiles))
 
 
-class Reads:
-    """Reads from memory; counts them."""
-
-    def __init__(self, file: bytes) -> None:
-        self.file = file
-        self.nbytes: list[int] = []
-
-    def __call__(self, source: ByteSource, start: int, buffer: memoryview) -> None:
-        self.nbytes.append(buffer.nbytes)
-        buffer[:] = bytes_of(source, start, start + buffer.nbytes, self.file)
-
-
 @given(
     shape=st.lists(st.integers(1, 5), max_size=4),
     itemsize=st.sampled_from([1, 2, 4, 8, 16]),
@@ -170,25 +158,13 @@ def test_strided_tensor_is_gathered(
     steps = [step * itemsize for step in stride]
     whole = np.ndarray(size, f"V{itemsize}", file, 3 * itemsize, steps)
     start, stop = (itemsize * at for at in data.draw(windows_of(whole.size)))
+
+    def read(source: ByteSource, begin: int, buffer: memoryview) -> None:
+        buffer[:] = bytes_of(source, begin, begin + buffer.nbytes, file)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sources, "_SPAN_NBYTES_MIN", span * itemsize)
         patch.setattr(sources, "_GAP_NBYTES", gap * itemsize)
         found = bytearray(stop - start)
-        gather(mosaic, start, memoryview(found), Reads(file))
+        gather(mosaic, start, memoryview(found), read)
     assert found == whole.tobytes()[start:stop] == bytes_of(mosaic, start, stop, file)
-
-
-@pytest.mark.parametrize(
-    ("shape", "nbytes", "reads"), [((512, 512), 1 << 18, 5), ((4, 1 << 20), 4 * 4 * 8, 4)]
-)
-def test_transposed_matrix_is_read_in_long_spans_without_wide_gaps(
-    shape: tuple[int, int], nbytes: int, reads: int
-) -> None:
-    whole = np.arange(shape[0] * shape[1], dtype=np.uint32).reshape(shape)
-    tile = Tile((0, 0), shape[::-1], Extent(_FILE, 0, whole.nbytes), 0, (1, shape[1]))
-    reader = Reads(whole.tobytes())
-    found = bytearray(nbytes)
-    gather(Mosaic(shape[::-1], 4, (tile,)), 0, memoryview(found), reader)
-    assert found == whole.T.tobytes()[:nbytes]
-    assert len(reader.nbytes) <= reads
-    assert max(reader.nbytes) <= nbytes

@@ -12,7 +12,6 @@ import pytest
 from tests.support.forked import typed
 from tests.support.published import check
 from tests.support.real_cases import FIXTURES
-from tests.support.train_runs import trained
 from zexport import (
     ExportOptions,
     OutputError,
@@ -111,17 +110,3 @@ def test_output_inside_the_input_is_rejected() -> None:
     assert done.returncode == 6
     assert "would be mixed with the input files" in done.stderr
     assert not (SOURCE / "global_step2" / "out").exists()
-
-
-@pytest.mark.deepspeed
-@pytest.mark.slow
-def test_zexport_train_resumes_on_three_ranks(tmp_path: Path) -> None:
-    first, out = tmp_path / "run", tmp_path / "on-3"
-    trained(first, "--world-size", 2, "--stage", 3, "--steps", 4)
-    zexport("reshard", first, out, *WORLD_3, "--stage", 2)
-    summary = trained(out, "--resume", "--steps", 6).result
-    assert (summary["world_size"], summary["stage"], summary["steps"]) == (3, 2, 6)
-    lines = (out / "training_log.jsonl").read_text().splitlines()
-    losses = [json.loads(line)["loss"] for line in lines]
-    assert len(losses) == 6
-    assert losses[5] < losses[4] < losses[3]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.support.checkpoints import edit
-from tests.support.oracles import same
+from tests.support.oracles import differences
 from tests.support.raw_states import plain, universal_states
 from tests.support.real_cases import FIXTURES, copied
 from tests.support.sharded_runs import run_ranks
@@ -172,15 +172,15 @@ LOADS = [
          case={"stage": 1, "world": 4, "tensor": 2, "tied": True, "freeze": "layers.0."}),
     Load("moe_z0_w4_ep2_bf16_blocks", 2, 2, **_MOE,
          case={"stage": 2, "world": 2, "ep_size": 2, "config": _BLOCKS}),
-    Load("moe_z2_w2_ep2_frozen", 4, 4, **_MOE,
-         case={"stage": 2, "world": 4, "ep_size": 2, "frozen": ("up.bias", "norm")},
+    Load("moe_z2_w2_ep2_frozen", 2, 2, **_MOE,
+         case={"stage": 1, "world": 2, "ep_size": 2, "frozen": ("up.bias", "norm")},
          besides=frozenset({"frozen_param_fragments", "frozen_param_shapes"})),
     Load("autoep_z3_w4_ep2_blocks", 2, 2, **_MOE,
          case={"stage": 2, "world": 2, "ep_size": 2, "autoep": True, "config": _BLOCKS}),
     Load("autoep_z2_w4_ep2", 4, 4, **_MOE,
          case={"stage": 3, "world": 4, "ep_size": 2, "autoep": True}),
-    Load("tp2_z1_w2_bf16_fused", 2, 4, is_universal=True, **_TENSOR,
-         case={"stage": 1, "world": 4, "tensor": 2, "model": "fused"}),
+    Load("tp2_z1_w2_bf16_fused", 1, 2, is_universal=True, **_TENSOR,
+         case={"stage": 1, "world": 2, "tensor": 2, "model": "fused"}),
     Load("tp2_z3_w4_bf16", 1, 2, is_universal=True, **_TENSOR,
          case={"stage": 3, "world": 2, "tensor": 2}),
     Load("pp2_z1_w4_bf16_tied", 1, 2, is_universal=True, **_STAGES,
@@ -204,29 +204,18 @@ def test_deepspeed_loads_and_saves_the_same_on_other_ranks(load: Load, tmp_path:
     assert [one for one in found if not load.besides & {*one.split("/")}] == []
 
 
-_TO_OTHER_SIZES = [
-    Load("autoep_z2_w4_ep2", 4, 4, is_universal=True, **_MOE,
-         case={"stage": 2, "world": 4, "ep_size": 4, "autoep": True}),
-    Load("autoep_z3_w4_ep2_blocks", 4, 4, is_universal=True, **_MOE,
-         case={"stage": 3, "world": 4, "ep_size": 4, "autoep": True, "config": _BLOCKS}),
-]  # fmt: skip
-
-
 @pytest.mark.deepspeed
 @pytest.mark.slow
-@pytest.mark.parametrize("load", _TO_OTHER_SIZES, ids=str)
-def test_deepspeed_loads_autoep_experts_at_any_expert_parallel_size(
-    load: Load, tmp_path: Path
-) -> None:
+def test_deepspeed_loads_autoep_experts_at_another_expert_parallel_size(tmp_path: Path) -> None:
     """Converting its next checkpoint gives the universal checkpoint that it loaded."""
+    case = {"stage": 3, "world": 4, "ep_size": 4, "autoep": True, "config": _BLOCKS}
+    load = Load("autoep_z3_w4_ep2_blocks", 4, 4, **_MOE, case=case, is_universal=True)
     universal = ReshardOptions(format=ResumeFormat.UNIVERSAL)
     reshard(FIXTURES / load.name / "ckpt", tmp_path / "universal", universal)
     run_ranks(load.ranks, partial(_load_and_save, load=load, root=tmp_path), tmp_path / "ranks")
     reshard(tmp_path / "again", tmp_path / "whole", universal)
     folders = [open_checkpoint(tmp_path / one).location.tag_dir for one in ("universal", "whole")]
-    before, after = map(universal_states, folders)
-    assert before.keys() == after.keys()
-    assert [name for name in before if not same(before[name], after[name])] == []
+    assert differences(*map(universal_states, folders)) == []
 
 
 def _load_and_save(rank: int, load: Load, root: Path) -> None:

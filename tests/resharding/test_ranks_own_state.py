@@ -148,9 +148,7 @@ def test_rank_0s_client_state_is_used_elsewhere_with_a_warning(out: str, root: P
     assert "differ between ranks (sampler_pos, 1.running_mean" in told
 
 
-def test_buffers_that_differ_between_ranks_are_named_by_an_export(
-    root: Path, tmp_path: Path
-) -> None:
+def test_an_export_has_the_buffers_of_rank_0_and_names_them(root: Path, tmp_path: Path) -> None:
     done = typed("consolidate", root / "z3", tmp_path / "model")
     told = " ".join(done.stdout.split())
     assert "buffers differ between ranks, the export has those of rank 0: 1.running_mean" in told

@@ -205,19 +205,6 @@ def test_incomplete_or_different_states_are_rejected(
     assert refused.value.exit_code == code
 
 
-def test_adafactors_rms_may_differ_between_ranks(tmp_path: Path) -> None:
-    """Adafactor's."""
-    root = copied("z2_w2_bf16_groups", tmp_path)
-    for rank in range(2):
-
-        def add(value: Any, own: int = rank) -> None:
-            for state in _inner(value)["state"].values():
-                state["RMS"] = torch.tensor(0.5 + own)
-
-        _edit(root, f"*rank_{rank}_*", add)
-    assert _plan(root).shards
-
-
 def test_universal_checkpoint_with_other_groups_or_shapes_is_rejected(tmp_path: Path) -> None:
     root = copied("uni_z2_w2_bf16_odd", tmp_path)
     (folder,) = root.glob("*/zero")
@@ -279,5 +266,5 @@ def test_unsafe_value_outside_client_state_is_rejected(
         value["sampler"] = _Foreign()
 
     _edit(root, "*_model_states.pt", change)
-    with pytest.raises(UnsafeError, match=f"model_states.pt: .* in '{key}' .*BytesIO"):
+    with pytest.raises(UnsafeError, match=r"global_step.*BytesIO"):
         _plan(root, drop_client_state=True, format=form)

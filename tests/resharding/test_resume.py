@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.moves import some_moves
-from tests.support.resharding import departures
+from tests.support.resharding import departures, some_moves
 
 
 @pytest.mark.deepspeed

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import zexport
 from tests.support.oracles import same
-from tests.support.raw_states import plain, raw_states
+from tests.support.raw_states import plain, raw_states, universal_states
 from tests.support.real_cases import FIXTURES
 from tests.support.sparse_checkpoint import write_sparse_zero3
 from zexport import (
@@ -134,15 +134,12 @@ def test_a_universal_checkpoint_becomes_rank_files_again(
     }
     states = raw_states(found.location.tag_dir)
     assert {state.split("|")[1] for state in states} == {"fp32", "step", "exp_avg", "exp_avg_sq"}
-    for state, value in states.items():
-        parameter, kind = state.split("|")
-        path = source.location.tag_dir / "zero" / parameter / f"{kind}.pt"
-        if path.exists():  # ZeRO-3's step lies elsewhere
-            saved = torch.load(path, weights_only=False)
-            saved = saved["param"] if isinstance(saved, dict) else saved
+    for state, saved in universal_states(source.location.tag_dir).items():
+        if state in states:  # not buffers and frozen weights
+            value = states[state]
             assert torch.equal(
                 saved.reshape(-1)[: value.numel()].to(value.dtype), value.reshape(-1)
-            )
+            ), state
 
 
 def test_resharding_twice_equals_the_source(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import pytest
 import zexport
 from tests.support.buckets import BUCKET, EMULATORS, REFUSED, Request, Server, serving
 from tests.support.refusing import forget_listings
+from zexport.storage import os_errors
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -110,30 +113,32 @@ Running = Callable[[str], Server]
 @pytest.fixture(scope="package")
 def running() -> Iterator[Running]:
     """Return an emulator by name, started when it is first needed."""
-    servers: dict[str, Server] = {}
     with ExitStack() as stack:
 
-        def one(name: str) -> Server:
-            if name not in servers:
-                servers[name] = stack.enter_context(serving(name))
-            return servers[name]
+        @cache
+        def started(name: str) -> Server:
+            moto = started("s3").plan.upstream if name == "gs" else ""
+            return stack.enter_context(serving(name, moto))
 
-        yield one
+        yield started
 
 
 def _used(server: Server, patch: pytest.MonkeyPatch) -> Server:
-    """Let zexport use a server without faults, and give up after two retries."""
+    """Let zexport use a server without faults, and give up soon, after two retries."""
     for name, value in server.environment.items():
         patch.setenv(name, value)
     from_url: Any = obstore.store.from_url
 
     def impatient(*args: Any, **named: Any) -> Any:
         if "retry_config" in named:
-            named["retry_config"] = named["retry_config"] | {"max_retries": 2}
+            backoff = {"init_backoff": timedelta(milliseconds=1)}
+            named["retry_config"] = {"max_retries": 2, "backoff": backoff}
         return from_url(*args, **named)
 
     patch.setattr(obstore.store, "from_url", impatient)
+    patch.setattr(os_errors, "_PAUSES_SECONDS", (0.001, 0.001, 0.001, 0.001))
     server.fault = lambda _: None
+    server.plan.page = 1000
     server.requests.clear()
     zexport.use_storage_options({})  # creates new clients
     return server

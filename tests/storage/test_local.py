@@ -15,12 +15,11 @@ from safetensors.torch import save_file
 import zexport
 from tests.storage.conftest import files
 from tests.support import cli
-from tests.support.checkpoints import Model, Run, save, small_model, values
+from tests.support.checkpoints import Run, save, small_model
 from zexport import (
     ExportOptions,
     NameLayout,
     UnsafeError,
-    UsageError,
     VerificationError,
     ZexportError,
 )
@@ -193,34 +192,3 @@ def test_short_reads_and_writes_are_continued(
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, data[:5], at))
     _export(run, tmp_path / "out")
     assert files(tmp_path / "out") == files(tmp_path / "whole")
-
-
-# --- paths ---
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkpoint that lacks its frozen weights, and an empty Hub cache."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    model = Model([{"w": values((5, 7), 1)}], {"frozen": values((3,), 2)})
-    return save(model, Run(stage=2, exclude_frozen=True), tmp_path / "ckpt")
-
-
-@pytest.mark.parametrize("given", [Path("HTTPS://b/m"), "~/model", ""])
-@pytest.mark.parametrize(
-    "use",
-    [
-        zexport.open_checkpoint,
-        lambda given: zexport.consolidate("ckpt", given, ExportOptions(exclude_frozen=True)),
-        lambda given: zexport.verify_export(".", base=given),
-        lambda given: ExportOptions(base=given),
-    ],
-)
-@pytest.mark.usefixtures("checkpoint")
-def test_unusable_path_is_refused(
-    use: Callable[[object], object], given: str | Path, tmp_path: Path
-) -> None:
-    with pytest.raises(UsageError):
-        use(given)
-    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]

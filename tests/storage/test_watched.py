@@ -11,9 +11,8 @@ import pytest
 
 import zexport
 from tests.support.buckets import Request, Server
-from tests.support.checkpoints import Run, edit, save, small_model
+from tests.support.checkpoints import Run, save, small_model
 from zexport import EventKind, WatchEvent, WatchOptions, consolidate, watch
-from zexport.filenames import MANIFEST_NAME
 
 ONCE = WatchOptions(once=True)
 Save = Callable[[int], Path]
@@ -76,23 +75,3 @@ def test_checkpoint_that_the_run_removes_is_lost_and_never_half_there(
     kinds = [(EventKind.LOST, "checkpoint-2"), (EventKind.EXPORTED, "checkpoint-4")]
     assert _kinds([*watch(f"{out}/run", f"{out}/outs", ONCE)]) == kinds
     assert not server.get(f"{prefix}/outs/checkpoint-2")
-
-
-def test_checkpoint_that_is_uploaded_again_meanwhile_is_not_published_as_a_mixture(
-    saved: Save, out: str, prefix: str, server: Server
-) -> None:
-    folder = saved(2)
-    (path,) = folder.glob("*/*rank_1*optim*")
-    key = f"{prefix}/run/{path.relative_to(folder.parent)}"
-    edit(path, lambda state: state["optimizer_state_dict"]["fp32_flat_groups"][0].add_(1))
-
-    def replace(one: Request) -> None:
-        if _begins(one):
-            server.fault = lambda _: None
-            obstore.put(server.store, key, path.read_bytes())
-
-    server.fault = replace
-    events = watch(f"{out}/run", f"{out}/outs", ONCE)
-    assert next(events).event is EventKind.CHANGED
-    events.close()
-    assert MANIFEST_NAME not in server.get(f"{prefix}/outs/checkpoint-2")

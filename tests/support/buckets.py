@@ -16,9 +16,10 @@ import sys
 import sysconfig
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from email.utils import formatdate
+from functools import cached_property
 from http.client import HTTPConnection
 from pathlib import Path
 from shutil import which
@@ -36,8 +37,8 @@ from tests.support.proxy import REFUSED, Answer, Fault, Headers, Plan, Request, 
 __all__ = ["BUCKET", "EMULATORS", "REFUSED", "Answer", "Fault", "Request", "Server", "serving"]
 
 BUCKET = "training"
-EMULATORS = tuple(os.environ.get("ZEXPORT_EMULATORS", "s3 gs").split())
-"""``s3`` and ``gs`` by moto; ``seaweedfs`` (S3) and ``az`` (Azurite) for ``make test-buckets``."""
+EMULATORS = tuple(os.environ.get("ZEXPORT_EMULATORS", "s3").split())
+"""``s3`` by moto; ``seaweedfs`` (S3) and ``az`` (Azurite) for ``make test-buckets``."""
 
 _START_S = 60
 _NODE_MODULES = Path(__file__).parents[2] / "build" / "emulators" / "node_modules" / ".bin"
@@ -78,7 +79,7 @@ class Server:
     def fault(self, fault: Fault) -> None:
         self.plan.fault = fault
 
-    @property
+    @cached_property
     def store(self) -> Any:
         """The bucket, without the proxy."""
         options: Any = {"endpoint": (self.plan.upstream or self.url) + self.plan.account}
@@ -94,10 +95,9 @@ class Server:
 
     def put(self, folder: Path, prefix: str) -> str:
         """Upload a folder's files; return its address."""
-        store = self.store
         for path in sorted(folder.rglob("*")):
             if path.is_file():
-                obstore.put(store, f"{prefix}/{path.relative_to(folder)}", path.read_bytes())
+                obstore.put(self.store, f"{prefix}/{path.relative_to(folder)}", path.read_bytes())
         return self.address(prefix)
 
     def get(self, prefix: str) -> dict[str, bytes]:
@@ -136,28 +136,33 @@ class _Google:
 
 
 @contextmanager
-def serving(name: str = "s3") -> Iterator[Server]:
-    """Run an emulator and its proxy."""
+def serving(name: str = "s3", upstream: str = "") -> Iterator[Server]:
+    """Run a proxy, and the emulator that it asks unless one runs at ``upstream``."""
+    with TemporaryDirectory(prefix="zexport-emulator-") as folder, ExitStack() as stack:
+        upstream = upstream or stack.enter_context(_emulated(name, folder))
+        plan = Plan(upstream, f"/{_ACCOUNT}" if name == "az" else "")
+        if name == "gs":
+            plan.asked, plan.answered = (google := _Google()).asked, google.answered
+        with proxied(plan) as url:
+            yield Server(url, name, plan, _environment(name, url, Path(folder)))
+
+
+@contextmanager
+def _emulated(name: str, folder: str) -> Iterator[str]:
     port = _free_port()
-    upstream = f"http://127.0.0.1:{port}"
-    with TemporaryDirectory(prefix="zexport-emulator-") as folder:
-        process = subprocess.Popen(
-            _command(name, port, folder),
-            cwd=folder,
-            env=os.environ | _AWS,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        try:
-            _make_bucket(name, upstream, process)
-            plan = Plan(upstream, f"/{_ACCOUNT}" if name == "az" else "")
-            if name == "gs":
-                plan.asked, plan.answered = (google := _Google()).asked, google.answered
-            with proxied(plan) as url:
-                yield Server(url, name, plan, _environment(name, url, Path(folder)))
-        finally:
-            process.terminate()
-            process.wait()
+    process = subprocess.Popen(
+        _command(name, port, folder),
+        cwd=folder,
+        env=os.environ | _AWS,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        _make_bucket(name, upstream := f"http://127.0.0.1:{port}", process)
+        yield upstream
+    finally:
+        process.terminate()
+        process.wait()
 
 
 def _free_port() -> int:

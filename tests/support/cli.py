@@ -54,9 +54,3 @@ def run(*words: object) -> Result:
         code = entry.run([*map(str, words)])
     check_printed(words, out.getvalue())
     return Result(code, out.getvalue(), err.getvalue(), errors[0] if errors else None)
-
-
-def parse(command: str, *words: str) -> click.Context:
-    """Parse a command line without running it."""
-    root = entry.cli.make_context("zexport", [], resilient_parsing=True)
-    return COMMANDS[command].make_context(command, [*words], root, resilient_parsing=True)

@@ -14,11 +14,12 @@ import time
 import traceback
 from collections.abc import Mapping
 from tempfile import TemporaryFile
-from typing import NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from zexport import ZexportError
 from zexport.__main__ import main
 
+_STATVFS, _FREE = os.statvfs, 900
 _INIT = ZexportError.__init__
 """As it is outside of tests, which note the errors that are made."""
 
@@ -36,6 +37,27 @@ def typed(
             file.seek(0)
             outputs.append(file.read().decode())
     return subprocess.CompletedProcess(words, code, *outputs)
+
+
+class ForkedExport(subprocess.Popen[bytes]):
+    """``python -m zexport consolidate`` as a fork; any other process as usual."""
+
+    started: ClassVar[list[int]] = []
+
+    def _execute_child(self, args: Any, *rest: Any) -> None:
+        if "consolidate" not in args:
+            super()._execute_child(args, *rest)  # type: ignore[misc]
+            return
+        environment, out, err = rest[5], rest[12], rest[14]
+        if not (pid := os.fork()):
+            os.setpgid(0, 0)
+            files = (os.dup2(out, _FREE), os.dup2(err, _FREE + 1))
+            os.closerange(3, _FREE)
+            os.environ.clear()
+            os.statvfs = _STATVFS
+            _become([*args[args.index("consolidate") :]], environment, files)
+        self.pid, self._child_created = pid, True
+        self.started.append(pid)
 
 
 def _become(words: list[str], environment: Mapping[str, str], files: tuple[int, int]) -> NoReturn:

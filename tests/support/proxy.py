@@ -71,7 +71,7 @@ class Plan:
     """What the proxy has seen, and what it does.
 
     ``asked`` changes the headers of a request, ``answered`` returns those of an answer: how the
-    client's protocol differs from the emulator's.
+    client's protocol differs from the emulator's. ``page`` limits the names in a list of S3's.
     """
 
     upstream: str = ""
@@ -79,6 +79,7 @@ class Plan:
     asked: Callable[[dict[str, str]], None] = lambda _: None
     answered: Callable[[Headers], Headers] = lambda headers: headers
     fault: Fault = lambda _: None
+    page: int = 1000
     requests: list[Request] = field(default_factory=list)
 
 
@@ -125,7 +126,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.plan.asked(headers)
         link = HTTPConnection(urlsplit(self.plan.upstream).netloc)
         try:
-            link.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+            paged = f"&max-keys={self.plan.page}" if "list-type" in self.path else ""
+            link.putrequest(
+                self.command, self.path + paged, skip_host=True, skip_accept_encoding=True
+            )
             for name, value in headers.items():
                 link.putheader(name, value)
             link.endheaders(body)

@@ -28,13 +28,17 @@ _ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
     "HF_HUB_OFFLINE": "1",
 }
-_SLOW_TO_IMPORT = ["torch", "deepspeed", "torch._inductor.compile_fx", "setuptools"]
+_SLOW_TO_IMPORT = [
+    *("torch", "deepspeed", "torch._inductor.compile_fx", "setuptools"),
+    *("transformers.trainer", "transformers.models.mixtral.modeling_mixtral"),
+    *("transformers.models.llama.modeling_llama", "datasets", "peft"),
+]
 CLIENT_STATE = {"seen": [1, 2], "best": 0.25, "place": {"epoch": 1}}
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What a run is made with; ``parts`` of it are frozen, tied, buffers, groups, schedules.
+    """What a run is made with; ``parts`` of it are frozen, tied, buffers, groups.
 
     With ``sequence`` among them, ranks share sequences in pairs.
     """
@@ -197,7 +201,7 @@ def make_engine(spec: Spec, seed: int) -> tuple[Any, list[list[str]]]:
         model=model,
         optimizer=None if own else make_optimizer(spec, groups),
         model_parameters=list(trained.values()) if own else None,
-        lr_scheduler=partial(make_schedule, parts=spec.parts),
+        lr_scheduler=make_schedule,
         config=config,
     )
     return engine, order
@@ -212,15 +216,10 @@ def _in_pairs() -> Any:
     return parallel_state_sp
 
 
-def make_schedule(optimizer: Any, parts: frozenset[str]) -> Any:
-    """A schedule by a formula; or two in turn, each with a state of its own."""
-    from torch.optim import lr_scheduler as schedules
+def make_schedule(optimizer: Any) -> Any:
+    from torch.optim import lr_scheduler
 
-    if "schedules" not in parts:
-        return schedules.LambdaLR(optimizer, lambda n: 1 / (1 + n))
-    warming = schedules.LinearLR(optimizer, 0.25, total_iters=2)
-    falling = schedules.CosineAnnealingLR(optimizer, T_max=6)
-    return schedules.SequentialLR(optimizer, [warming, falling], milestones=[2])
+    return lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n))
 
 
 def make_model(parts: frozenset[str]) -> Any:
@@ -282,34 +281,8 @@ def make_optimizer(spec: Spec, groups: list[dict[str, Any]]) -> Any:
         "sgd": lambda: optim.SGD(groups, lr=1e-2),
         "momentum": lambda: optim.SGD(groups, lr=1e-2, momentum=0.9),
         "rmsprop": lambda: optim.RMSprop(groups, lr=1e-3, momentum=0.9, centered=True),
-        "adafactor": lambda: optim.Adafactor(groups, lr=1e-3),
-        "lion": lambda: _lion()(groups, lr=1e-3),
     }
     return makers[spec.optimizer]()
-
-
-def _lion() -> Any:
-    import torch
-
-    class Lion(torch.optim.Optimizer):
-        """Lion with its one state, as its authors have it."""
-
-        def __init__(self, params: Any, lr: float) -> None:
-            super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": 0.0})
-
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> None:  # noqa: ARG002 - torch's signature
-            for group in self.param_groups:
-                for one in group["params"]:
-                    if one.grad is None:
-                        continue
-                    mean = self.state[one].setdefault("exp_avg", torch.zeros_like(one))
-                    fast, slow = group["betas"]
-                    one.mul_(1 - group["lr"] * group["weight_decay"])
-                    one.add_(mean.lerp(one.grad, 1 - fast).sign_(), alpha=-group["lr"])
-                    mean.lerp_(one.grad, 1 - slow)
-
-    return Lion
 
 
 def step(engine: Any) -> float:

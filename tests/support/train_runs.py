@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import signal
+import shutil
 import subprocess
 import sys
 import time
@@ -14,11 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.support.exports import edit_json
 from tests.support.published import check
 
 REPOSITORY = Path(__file__).parents[2]
 TRAIN = (sys.executable, "-m", "zexport", "train")
 LIMIT_S = 180
+FIXTURE_RUN = REPOSITORY / "fixtures" / "z3_w2_bf16" / "ckpt"
+"""A run of two ranks, saved at its second step."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,13 @@ def trained(*arguments: object, command: tuple[str, ...] = TRAIN, **environment:
     return done
 
 
+def fixture_run(out: Path) -> Path:
+    """A copy of that run, with options that this version reads."""
+    shutil.copytree(FIXTURE_RUN, out)
+    edit_json(out / "zexport_train.json", schema=2)
+    return out
+
+
 @contextmanager
 def started(*arguments: object) -> Iterator[subprocess.Popen[str]]:
     """The command while it trains: its first step is done when the context begins."""
@@ -85,7 +95,7 @@ def _parent(out: object) -> str:
 
 def ranks_of(process: subprocess.Popen[str]) -> dict[int, int]:
     """Rank to process id of the workers that a running command has started."""
-    workers = [pid for pid in _descendants(process.pid) if b"zexport.train.launch" in _words(pid)]
+    workers = [pid for pid in everything_under(process) if b"zexport.train.launch" in _words(pid)]
     ranks = {int(_environment(pid).get("RANK", -1)): pid for pid in workers}
     return {rank: pid for rank, pid in ranks.items() if rank >= 0}
 
@@ -100,23 +110,14 @@ def gone(pids: list[int], within_s: float) -> bool:
     return True
 
 
-def everything_under(process: subprocess.Popen[str]) -> list[int]:
-    """The processes that a running command has started, launcher and ranks."""
-    return _descendants(process.pid)
-
-
 def ended(process: subprocess.Popen[str], within_s: float) -> Run:
     """The command once it has ended by itself, which it must do in time."""
     stdout, stderr = process.communicate(timeout=within_s)
     return Run(process.returncode, stdout, stderr)
 
 
-def interrupt(process: subprocess.Popen[str]) -> None:
-    """Send SIGINT to the command only, not to its process group."""
-    process.send_signal(signal.SIGINT)
-
-
-def _descendants(pid: int) -> list[int]:
+def everything_under(process: subprocess.Popen[str]) -> list[int]:
+    """The processes that a running command has started, launcher and ranks."""
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -124,7 +125,7 @@ def _descendants(pid: int) -> list[int]:
         except (FileNotFoundError, ProcessLookupError):
             continue
         parents[int(stat.parent.name)] = int(fields[1])
-    found, new = [], [pid]
+    found, new = [], [process.pid]
     while new:
         new = [child for child, parent in parents.items() if parent in new]
         found += new

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -31,13 +28,12 @@ def make_base(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Training:
-    """A run on two ranks that saves at every step and keeps two checkpoints."""
+    """A run on two ranks that saves at every step, keeps two checkpoints and has the callback."""
 
     base: Path
     out: Path
     steps: int
-    pause_s: float = 1.0
-    models: str = ""
+    models: Path
 
     @property
     def environment(self) -> dict[str, str]:
@@ -45,35 +41,32 @@ class Training:
         path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
         return os.environ | settings | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
 
-    def start(self) -> subprocess.Popen[str]:
-        ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-        script = REPOSITORY / "tests" / "support" / "saving_often.py"
-        words = (self.base, self.out, self.steps, self.pause_s, *filter(None, [self.models]))
-        return subprocess.Popen(
-            [sys.executable, *ranks, *map(str, (script, *words))],
-            env=self.environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-
     def finish(self) -> None:
         """Train to the end."""
-        process = self.start()
-        _, said = process.communicate(timeout=LIMIT_S + 5 * self.steps)
-        assert process.returncode == 0, said[-3000:]
+        ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+        script = REPOSITORY / "tests" / "support" / "saving_often.py"
+        done = subprocess.run(
+            [sys.executable, *ranks, script, self.base, self.out, str(self.steps), self.models],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
 
-    def log(self, key: str) -> dict[int, Any]:
-        """Return the last value of a key for every step."""
-        text = self.out.with_name(f"{self.out.name}.log.jsonl").read_text()
-        lines = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
-        return {line["step"]: line[key] for line in lines if key in line}
+    def on_save_s(self) -> list[float]:
+        """Return how long the callback took at each save."""
+        return [float(line) for line in _beside(self.out, "on_save_s").read_text().splitlines()]
 
     def truths(self) -> dict[str, dict[str, torch.Tensor]]:
         """The engine's weights at each save, by the checkpoint's name."""
-        folder = self.out.with_name(f"{self.out.name}.truth")
+        folder = _beside(self.out, "truth")
         return {path.stem: load_file(path) for path in sorted(folder.glob("*.safetensors"))}
+
+
+def _beside(out: Path, ending: str) -> Path:
+    return out.with_name(f"{out.name}.{ending}")
 
 
 def assert_is(model: Path, truth: dict[str, torch.Tensor]) -> None:
@@ -81,14 +74,3 @@ def assert_is(model: Path, truth: dict[str, torch.Tensor]) -> None:
     found = load_file(model / "model.safetensors")
     assert found.keys() <= truth.keys() <= {*found, "lm_head.weight"}
     assert all(torch.equal(found[name], truth[name].bfloat16()) for name in found), model
-
-
-def assert_all_exported(training: Training, models: Path, lost: Iterable[str] = ()) -> int:
-    """Check that every checkpoint is exported or reported lost, and return the number exported."""
-    truths, gone = training.truths(), {*lost}
-    assert len(truths) == training.steps
-    there = {name for name in truths if (models / name).exists()}
-    assert truths.keys() - there <= gone
-    for name in there:
-        assert_is(models / name, truths[name])
-    return len(there)

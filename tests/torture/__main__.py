@@ -16,9 +16,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from tests.support.moves import any_move
 from tests.support.real_cases import FIXTURES
-from tests.support.resharding import departures
+from tests.support.resharding import any_move, departures
 from tests.support.stopping import SHARDS, Job, four_shards
 from tests.torture.bucket_kills import every_bucket_kill
 from tests.torture.commands import Export, killed_at_random, make_checkpoint

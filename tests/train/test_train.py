@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 
-from tests.support.train_runs import Run, run, trained
+from tests.support.train_runs import Run, fixture_run, run, trained
+from zexport import ReshardOptions, reshard
 from zexport.model.hub_names import ModelNames
-from zexport.model.names_client import Learner, NamesClient
+from zexport.model.names_client import Learner
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
@@ -42,20 +42,12 @@ def continued(
 
 
 @pytest.fixture(scope="module")
-def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An adapter trained with ZeRO-2, a part of it frozen."""
-    out = tmp_path_factory.mktemp("adapted") / "run"
-    trained(out, "--steps", 4, "--stage", 2, "--lora", "--freeze", r"layers\.0.*lora_A")
-    return out
-
-
-@pytest.fixture(scope="module")
-def under_torchrun(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
-    """Ranks that torchrun started, with a DeepSpeed configuration, and only gathered weights."""
-    folder = tmp_path_factory.mktemp("torchrun")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
+    """An adapter, a part of it frozen; torchrun starts the ranks, a file configures DeepSpeed."""
+    folder = tmp_path_factory.mktemp("adapted")
     config = folder / "ds.json"
-    config.write_text(json.dumps({"zero_optimization": {"stage": 1}, "train_batch_size": 16}))
-    options = ("--steps", 3, "--save", "gathered", "--dtype", "fp32", "--ds-config", config)
+    config.write_text(json.dumps({"zero_optimization": {"stage": 2}, "train_batch_size": 16}))
+    options = ("--steps", 4, "--lora", "--freeze", r"layers\.0.*lora_A", "--ds-config", config)
     command = (*TORCHRUN, "-m", "zexport", "train")
     return folder / "run", trained(folder / "run", *options, command=command)
 
@@ -104,19 +96,6 @@ class TestARun:
             for name, weight in gathered.items():
                 assert torch.equal(weight, weights[name].to(torch.bfloat16)), name
 
-    def test_source_description_has_the_exported_tensors(self, plain: tuple[Path, Run]) -> None:
-        out, _ = plain
-        source = json.loads((out / "zexport_source.json").read_text())
-        with safe_open(out / "gathered/global_step12/model.safetensors", "pt") as file:
-            saved = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
-        assert {name: entry["shape"] for name, entry in source["tensors"].items()} == saved
-        assert {entry["dtype"] for entry in source["tensors"].values()} == {"bfloat16"}
-        assert all(name == entry["stored_name"] for name, entry in source["tensors"].items())
-        assert source["names_match_memory"] is True
-        assert source["model_type"] == "llama"
-        assert source["tied"] == {}
-        assert source["frozen"] == source["buffers"] == []
-
 
 @pytest.mark.deepspeed
 @pytest.mark.slow
@@ -155,48 +134,44 @@ class TestAResumedRun:
 
 @pytest.mark.deepspeed
 @pytest.mark.slow
-class TestAnAdapterRun:
-    def test_peft_loads_the_adapter(self, adapted: Path) -> None:
+class TestAnAdapterRunUnderTorchrun:
+    def test_peft_loads_the_adapter(self, adapted: tuple[Path, Run]) -> None:
         from peft import PeftModel
         from transformers import AutoModelForCausalLM
 
-        base = AutoModelForCausalLM.from_pretrained(adapted / "base")
-        model = PeftModel.from_pretrained(base, adapted)
-        live = full_weights(adapted, "global_step4")
+        out, _ = adapted
+        base = AutoModelForCausalLM.from_pretrained(out / "base")
+        model = PeftModel.from_pretrained(base, out)
+        live = full_weights(out, "global_step4")
         loaded = dict(model.named_parameters())
         adapter = [name for name in loaded if "lora_" in name]
         assert adapter
         for name in adapter:
             assert torch.equal(loaded[name], live[name].to(torch.bfloat16).float()), name
 
-    def test_source_description_lists_frozen_weights(self, adapted: Path) -> None:
-        source = json.loads((adapted / "zexport_source.json").read_text())
-        assert source["adapter"] is True
-        frozen = set(source["frozen"])
-        assert any("layers.0" in name and "lora_A" in name for name in frozen)
-        assert not any("layers.1" in name and "lora_" in name for name in frozen)
-        assert "base_model.model.model.embed_tokens.weight" in frozen
+    def test_command_is_a_rank_of_the_launcher(self, adapted: tuple[Path, Run]) -> None:
+        result = adapted[1].result
+        assert (result["world_size"], result["stage"]) == (2, 2)
+        assert result["checkpoints"] == ["global_step4"]
 
 
 @pytest.mark.deepspeed
 @pytest.mark.slow
-class TestUnderTorchrun:
-    def test_command_is_a_rank_of_the_launcher(self, under_torchrun: tuple[Path, Run]) -> None:
-        out, done = under_torchrun
-        assert done.result["world_size"] == 2
-        assert done.result["stage"] == 1
-        assert done.result["checkpoints"] == ["global_step3"]
-        assert not (out / "latest").exists()
-
-    def test_gathered_weights_cannot_be_resumed(self, under_torchrun: tuple[Path, Run]) -> None:
-        done = run(under_torchrun[0], "--resume")
-        assert (done.status, "no checkpoint to resume" in done.stderr) == (2, True)
-
-
-def test_quiet_run_prints_nothing(tmp_path: Path) -> None:
-    words = ("-q", "--world-size", 1, "--steps", 1, "--dtype", "BFloat16", "--save", "Partitioned")
-    assert run(tmp_path / "run", *words) == Run(0, "", "")
-    assert json.loads((tmp_path / "run" / "zexport_train.json").read_text())["dtype"] == "bf16"
+def test_quiet_resharded_run_resumes_on_one_rank_and_prints_nothing(tmp_path: Path) -> None:
+    """It saves only gathered weights, which cannot be resumed."""
+    out = tmp_path / "on-1"
+    reshard(fixture_run(tmp_path / "run"), out, ReshardOptions(world_size=1, stage=2))
+    words = ("-q", "--resume", "--steps", 4, "--dtype", "BFloat16", "--save", "Gathered")
+    assert run(out, *words) == Run(0, "", "")
+    options = json.loads((out / "zexport_train.json").read_text())
+    found = [options[key] for key in ("world_size", "stage", "steps", "dtype", "save")]
+    assert found == [1, 2, 4, "bf16", "gathered"]
+    losses = [line["loss"] for line in log_of(out)]
+    assert len(losses) == 4
+    assert losses[3] < losses[1]
+    assert (out / "gathered" / "global_step4" / "model.safetensors").exists()
+    assert (out / "latest").read_text() == "global_step2"
+    assert not (out / "global_step4").exists()
 
 
 @pytest.mark.slow
@@ -213,17 +188,10 @@ class TestTheSidecar:
         )  # fmt: skip
         model = MixtralForCausalLM(config).to(torch.bfloat16)
         twin = meta_twin(model, torch.bfloat16)
-        source = json.loads(describe_source(model, torch.bfloat16, twin, adapter=False))
+        source = json.loads(describe_source(twin, adapter=False))
         model.save_pretrained(tmp_path)
         saved = load_file(tmp_path / "model.safetensors")
-        told = {name: tuple(entry["shape"]) for name, entry in source["tensors"].items()}
-        assert told == {name: tuple(tensor.shape) for name, tensor in saved.items()}
-        assert source["names_match_memory"] is False
-        assert source["tied"] == {"lm_head.weight": "model.embed_tokens.weight"}
-        embedding = source["tensors"]["model.embed_tokens.weight"]
-        assert embedding["stored_name"] == "model.embed_tokens.weight"
-        expert = "model.layers.0.block_sparse_moe.experts.0.w1.weight"
-        assert "stored_name" not in source["tensors"][expert]
-        names = Learner(source, NamesClient()).names(None, {})
+        names = Learner(source).names(None, {})
         assert isinstance(names, ModelNames)
-        assert names.layouts[0].shapes == told
+        assert names.tied == {"lm_head.weight": "model.embed_tokens.weight"}
+        assert names.layouts[0].shapes == {name: tuple(one.shape) for name, one in saved.items()}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,15 +12,15 @@ from pathlib import Path
 import pytest
 
 from tests.support.train_runs import (
+    FIXTURE_RUN,
     Run,
     ended,
     everything_under,
+    fixture_run,
     gone,
-    interrupt,
     ranks_of,
     run,
     started,
-    trained,
 )
 from zexport import OutputError, TrainingError, UsageError
 
@@ -35,18 +34,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with one good checkpoint, at its second step."""
-    out = tmp_path_factory.mktemp("good") / "run"
-    trained(out, "--steps", 2, "--stage", 2)
-    return out
-
-
-@pytest.fixture(scope="module")
-def failed(good: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
-    """The run resumed; only rank 1 cannot write files of more than 2000 bytes."""
-    out = tmp_path_factory.mktemp("failed") / "run"
-    shutil.copytree(good, out)
+def failed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
+    """A resumed run in which only rank 1 cannot write files of more than 2000 bytes."""
+    out = fixture_run(tmp_path_factory.mktemp("failed") / "run")
     with started(out, "--resume", "--steps", 60) as process:
         resource.prlimit(ranks_of(process)[1], resource.RLIMIT_FSIZE, (2000, 2000))
         return out, ended(process, PROMPTLY_S + 30)
@@ -60,7 +50,7 @@ class TestASaveThatFailsOnOneRank:
 
     def test_rank_file_and_cause_are_reported(self, failed: tuple[Path, Run]) -> None:
         out, done = failed
-        file = out / "global_step60" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+        file = out / "global_step60" / "zero_pp_rank_1_mp_rank_00_model_states.pt"
         cause = f"rank 1: {file}: File too large"
         assert f"global_step60 not saved: {cause}" in done.stderr
         assert done.stderr.splitlines()[-2:] == [
@@ -68,10 +58,10 @@ class TestASaveThatFailsOnOneRank:
             "  The last good one is global_step2.",
         ]
 
-    def test_last_good_checkpoint_is_unchanged(self, good: Path, failed: tuple[Path, Run]) -> None:
+    def test_last_good_checkpoint_is_unchanged(self, failed: tuple[Path, Run]) -> None:
         out, _ = failed
         assert (out / "latest").read_text() == "global_step2"
-        assert contents(out / "global_step2") == contents(good / "global_step2")
+        assert contents(out / "global_step2") == contents(FIXTURE_RUN / "global_step2")
         assert not (out / "global_step60").exists()
 
 
@@ -110,15 +100,15 @@ class TestARankThatFails:
 @pytest.mark.slow
 class TestACommandThatEnds:
     def test_ctrl_c_ends_the_ranks(self, tmp_path: Path) -> None:
-        with started(tmp_path / "run", *MANY_STEPS) as process:
+        with started(tmp_path / "run", *MANY_STEPS, "--world-size", 1) as process:
             everyone = everything_under(process)
-            interrupt(process)
+            process.send_signal(signal.SIGINT)  # not to its process group
             assert ended(process, PROMPTLY_S).status == 130
-        assert len(everyone) >= 3
+        assert len(everyone) >= 2
         assert gone(everyone, within_s=5)
 
     def test_killing_the_command_ends_the_ranks(self, tmp_path: Path) -> None:
-        with started(tmp_path / "run", *MANY_STEPS) as process:
+        with started(tmp_path / "run", *MANY_STEPS, "--world-size", 1) as process:
             everyone = everything_under(process)
             process.kill()
             assert gone(everyone, within_s=PROMPTLY_S)

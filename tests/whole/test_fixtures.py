@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from fixtures.make import CASES
+from fixtures.make import CASES, run_rank
+from tests.support.sharded_runs import run_ranks
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 NAMES = sorted(CASES)
-LIMIT_S = 200
+REMADE = "z3_w2_bf16_frozen"
 REFUSED = {"z1_w2_bf16opt"}  # deepspeed 0.19.8 takes its files for no ZeRO checkpoint
 
 
@@ -38,16 +38,20 @@ def test_deepspeeds_own_converter_reads_the_truth(name: str) -> None:
     assert agrees_with_deepspeed(FIXTURES / name)
 
 
+def _make(_rank: int, out: Path) -> None:
+    run_rank(REMADE, out)
+
+
 @pytest.mark.deepspeed
 @pytest.mark.slow
 def test_fixture_script_reproduces_a_fixture(tmp_path: Path) -> None:
-    name = "z3_w2_bf16_frozen"
-    make = [sys.executable, str(FIXTURES / "make.py"), name, "--out", str(tmp_path)]
-    subprocess.run(make, check=True, timeout=LIMIT_S, capture_output=True)
-    fresh = load_file(tmp_path / name / "truth.safetensors")
-    kept = load_file(FIXTURES / name / "truth.safetensors")
+    fresh, kept = tmp_path / REMADE, FIXTURES / REMADE
+    fresh.mkdir()
+    run_ranks(CASES[REMADE].world, partial(_make, out=tmp_path), tmp_path / "ranks")
     # Not the same bits: kernels differ from one processor to the next.
-    assert {n: (t.dtype, t.shape) for n, t in fresh.items()} == {
-        n: (t.dtype, t.shape) for n, t in kept.items()
-    }
-    assert agrees_with_deepspeed(tmp_path / name)
+    found, expected = (
+        {n: (t.dtype, t.shape) for n, t in load_file(folder / "truth.safetensors").items()}
+        for folder in (fresh, kept)
+    )
+    assert found == expected
+    assert agrees_with_deepspeed(fresh)

@@ -40,15 +40,20 @@ class Environment:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        ran(sys.executable, "-m", "venv", folder)
+        ran(sys.executable, "-m", "venv", "--without-pip", folder)
 
     def install(self, *what: object) -> None:
-        ran(self._folder / "bin" / "python", "-m", "pip", "install", "--quiet", *what)
+        ran(*self._pip, "install", "--quiet", "--no-compile", *what)
+
+    @property
+    def _pip(self) -> tuple[object, ...]:
+        """The pip of this environment, which installs faster than one of the folder's own."""
+        return (sys.executable, "-m", "pip", "--python", self._folder / "bin" / "python")
 
     @property
     def packages(self) -> Mapping[str, str]:
         """Installed packages and their versions."""
-        frozen = ran(self._folder / "bin" / "python", "-m", "pip", "list", "--format", "freeze")
+        frozen = ran(*self._pip, "list", "--format", "freeze")
         pairs = (line.split("==") for line in frozen.splitlines() if "==" in line)
         return {pair[0].lower().replace("-", "_"): pair[1] for pair in pairs}
 

@@ -1,4 +1,4 @@
-"""The commands of pages for newcomers, run in a folder like the one on the page."""
+"""Commands of pages for newcomers, typed; checkpoints of real frameworks, exported and resumed."""
 
 from __future__ import annotations
 
@@ -8,14 +8,21 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.framework_runs import FrameworkRun, train
 from tests.support.hf_models import load
 from tests.support.oracles import differences
+from tests.support.raw_states import raw_states
+from tests.support.sharded_runs import run_ranks
+from tests.support.training_run import make_base
+from zexport import ReshardOptions, ResumeFormat, open_checkpoint, reshard
 
 REPOSITORY = Path(__file__).parents[2]
 DOCS = REPOSITORY / "docs"
@@ -120,18 +127,16 @@ def test_commands_of_general_pages_export_a_model_that_loads(page: str, tmp_path
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a checkpoint of each framework, from a short run."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
+    """Return a folder with a run of each framework."""
     folder = tmp_path_factory.mktemp("live")
-    write_base(folder)
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "base"))
-    model.save_pretrained(folder / "base")
-    script = REPOSITORY / "tests" / "support" / "framework_runs.py"
-    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script))
-    run(folder, sys.executable, *launch, str(folder / "base"), str(folder), *LIVE)
+    make_base(folder / "base")
+    runs = [first_run(folder, framework) for framework in LIVE]
+    run_ranks(2, partial(train, runs=runs), folder / "ranks")
     return folder
+
+
+def first_run(live: Path, framework: str) -> FrameworkRun:
+    return FrameworkRun(framework, live / "base", live / framework)
 
 
 def of_lightning(truth: Tensors) -> Tensors:
@@ -144,9 +149,9 @@ def of_peft(truth: Tensors) -> Tensors:
 
 
 LIVE: Mapping[str, tuple[str, Callable[[Tensors], Tensors]]] = {
+    "accelerate": ("model", rounded),
     "trainer": ("model", rounded),
     "trl": ("adapter", of_peft),
-    "accelerate": ("model", rounded),
     "lightning": ("model", of_lightning),
     "deepspeed": ("model", rounded),
 }
@@ -173,9 +178,62 @@ def test_commands_of_a_framework_page_export_the_weights_of_the_live_engine(
 @pytest.mark.slow
 @pytest.mark.deepspeed
 def test_lightning_callback_exported_the_checkpoint(live: Path) -> None:
-    (model,) = (live / "lightning.models").glob("*.ckpt")
     truth = load_file(live / "lightning.truth.safetensors")
-    assert differences(weights(model), truth) == []
+    assert differences(weights(live / "lightning.models" / "epoch=0-step=2.ckpt"), truth) == []
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A framework's checkpoint after its first update, resumed on three ranks."""
+
+    framework: str
+    saved: str
+    stage: int
+    is_universal: bool = False
+    counts_updates_per_rank: tuple[str, ...] = ()
+
+
+RESUMED = [
+    Resumed("accelerate", "accelerate/step_1", 2, True, ("scheduler.bin", "scheduler_1.bin")),
+    Resumed("trainer", "trainer/checkpoint-1", 2),
+    Resumed("trl", "trl/checkpoint-1", 3),
+    Resumed("lightning", "lightning.ckpt", 2, True),
+]
+
+
+@pytest.fixture(scope="module")
+def resumed(live: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, FrameworkRun]:
+    """Return a run of each framework on three ranks, from what its first run saved."""
+    root, runs = tmp_path_factory.mktemp("resumed"), {}
+    for one in RESUMED:
+        source = root / one.framework / Path(one.saved).name
+        form = ResumeFormat.UNIVERSAL if one.is_universal else ResumeFormat.NATIVE
+        options = ReshardOptions(world_size=3, stage=one.stage, format=form)
+        warnings = reshard(live / one.saved, source, options).warnings
+        counting = [text.split()[0] for text in warnings if "counts ranks x updates" in text]
+        assert counting == [*one.counts_updates_per_rank]
+        out = root / one.framework / "out"
+        runs[one.framework] = FrameworkRun(
+            one.framework, live / "base", out, 3, one.stage, source, one.is_universal
+        )
+    run_ranks(3, partial(train, runs=[*runs.values()]), root / "ranks")
+    return runs
+
+
+@pytest.mark.slow
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("one", RESUMED, ids=lambda one: one.framework)
+def test_framework_resumes_on_other_ranks(
+    one: Resumed, live: Path, resumed: dict[str, FrameworkRun]
+) -> None:
+    run = resumed[one.framework]
+    saved, again = (
+        raw_states(open_checkpoint(it).location.tag_dir)
+        for it in (live / one.saved, run.beside("again"))
+    )
+    assert differences(again, saved) == []
+    if one.framework != "lightning":  # which restarts its data in the middle of an epoch
+        assert run.losses[-1] == pytest.approx(first_run(live, one.framework).losses[1], rel=2e-3)
 
 
 def test_every_framework_page_is_run() -> None:
