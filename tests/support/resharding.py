@@ -213,8 +213,7 @@ def some_moves() -> Iterator[Move]:
         (2, 3, "fp16", 1, 1),
     ):
         yield _to(_source(stage, world, dtype), *target)
-    rare = ("amsgrad", "momentum", "muon", "tied", "sub-groups", "round robin", "aligned",
-            "BF16_Optimizer", "every step skipped")  # fmt: skip
+    rare = ("amsgrad", "muon", "tied", "sub-groups", "round robin", "BF16_Optimizer")
     for index, kind in enumerate(KINDS[name] for name in rare):
         yield _to(replace(kind, world=2 + index % 2), 2 + (index + kind.stage) % 2, 3 - index % 2)
     yield _to(_ADAGRAD, 1, 3)
@@ -222,7 +221,6 @@ def some_moves() -> Iterator[Move]:
     yield Move(Spec(3, 4, parts=_IN_PAIRS), Spec(2, 2, parts=_IN_PAIRS))
     yield _by_universal(Spec(2, 2, parts=frozenset({"tied"}), zero=_DEALT_OUT), 3, 3)
     yield _by_universal(_source(3, 3, "fp16"), 1, 1)
-    yield _by_universal(replace(KINDS["only buffers"], optimizer="momentum"), 2, 2)
 
 
 def _by_universal(source: Spec, stage: int, world: int) -> Move:

