@@ -129,7 +129,9 @@ def hub_folder(inputs: Inputs) -> Folder:
     mended = () if config is None else config.changes
     notes = [*inputs.notes, *(f"config.json: {change}" for change in mended)]
     if config is not None and inputs.files.missing:
-        notes.append(f"not found: {', '.join(inputs.files.missing)}")
+        notes.append(
+            f"not found: {', '.join(inputs.files.missing)}. Pass --base to copy from there"
+        )
     return Folder(
         shards=(*shards, *_planned(apart, heads, target)),
         side_files=tuple(sides),

@@ -160,7 +160,7 @@ def read_manifest(out_dir: Path) -> Manifest:
             raise VerificationError(
                 "there is no manifest, so nothing can be verified against it",
                 path=path,
-                hint="Compare the weights with the checkpoint: zexport diff FOLDER CKPT",
+                hint="Pass a folder that zexport consolidate wrote, or export again",
             ) from cause
     try:
         table = as_table(json.loads(content))
