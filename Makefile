@@ -1,10 +1,11 @@
 # Start with `make demo` or `make test`.
 #
 # TORCH: which torch to install, such as `make test TORCH=torch==2.13.0`. Without an NVIDIA driver, CPU_INDEX is tried first,
-# because the CPU build is several GB smaller; `CPU_INDEX=` disables this. JOBS: test processes; a file's tests share one.
+# because the CPU build is several GB smaller; `CPU_INDEX=` disables this. JOBS: test processes; a file's tests share one. Three keep
+# two cores busy, because many tests wait for others.
 
 TORCH ?= torch
-JOBS ?= 2
+JOBS ?= 3
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
