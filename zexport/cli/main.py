@@ -21,7 +21,6 @@ from zexport.errors import OutputError, UsageError, ZexportError
 
 _INTERRUPTED = 130
 _BROKEN_PIPE = 1
-_RETRY_S = 0.01
 _YES = frozenset({"1", "true", "t", "yes", "y", "on"})
 """Values of an environment variable that set a flag in click."""
 
@@ -174,6 +173,6 @@ def _interrupt(_signal: int, frame: FrameType | None) -> None:
 def _retry_interrupt(dropped: sys.UnraisableHookArgs) -> None:
     """Interrupt again if Python dropped the exception, as it does in finalizers."""
     if issubclass(dropped.exc_type, KeyboardInterrupt):
-        signal.setitimer(signal.ITIMER_REAL, _RETRY_S)
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
     else:
         sys.__unraisablehook__(dropped)

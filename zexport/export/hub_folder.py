@@ -83,12 +83,8 @@ def hub_folder(inputs: Inputs) -> Folder:
     config = _written_config(inputs.model.config, selection)
     is_merged = inputs.mode is AdapterMode.MERGE
     base_files = files_of_base(inputs)
-    allowed = judge_base(
-        inputs.base_check,
-        options,
-        uses_weights=is_merged or bool(selection.from_base),
-        files=base_files,
-    )
+    uses_weights = is_merged or bool(selection.from_base)
+    allowed = judge_base(inputs.base_check, options, uses_weights=uses_weights, files=base_files)
     apart: dict[str, list[str]] = {}
     for name in heads:
         apart.setdefault(HEAD_FILE if is_value_head(name) else OTHER_FILE, []).append(name)
@@ -128,6 +124,8 @@ def hub_folder(inputs: Inputs) -> Folder:
         sides.append(SideFile(INDEX_FILE, _index_file(shards, tensors)))
     mended = () if config is None else config.changes
     notes = [*inputs.notes, *(f"config.json: {change}" for change in mended)]
+    if options.base is not None and not (uses_weights or base_files):
+        notes.append("nothing was taken from --base")
     if config is not None and inputs.files.missing:
         notes.append(
             f"not found: {', '.join(inputs.files.missing)}. Pass --base to copy from there"

@@ -158,7 +158,7 @@ def read_manifest(out_dir: Path) -> Manifest:
             content = read_regular(path, _NBYTES_MAX) or b""
         except FileNotFoundError as cause:
             raise VerificationError(
-                "there is no manifest, so nothing can be verified against it",
+                "does not exist, so its folder is missing or not a finished export",
                 path=path,
                 hint="Pass a folder that zexport consolidate wrote, or export again",
             ) from cause

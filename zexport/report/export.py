@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from zexport.export.verify import VerifyReport
 
 _SHARDS_SHOWN = 20
-_PROBLEMS_SHOWN = 20
 _SPEED_NBYTES_MIN = 10**8
 """A smaller export spends its time elsewhere than on reading and writing."""
 _VERIFIED = {
@@ -146,7 +145,7 @@ def print_verify(console: Console, report: VerifyReport) -> None:
     if report.conclusion:
         print_text(console, f"{report.conclusion}.", "bold", indent=2)
     if not report.ok:
-        shown = report.problems[:_PROBLEMS_SHOWN]
+        shown = report.problems[:20]
         rows = [(one.file, one.tensor, one.problem) for one in shown]
         print_table(console, ("File", "Tensor", "Problem"), rows)
         print_rest(console, len(report.problems) - len(shown), "--json")

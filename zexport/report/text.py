@@ -20,7 +20,6 @@ from zexport.text import printable
 if TYPE_CHECKING:
     from zexport.findings import Finding
 
-_FINDINGS_SHOWN = 20
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _COMMAND = re.compile(r"\bzexport [a-z]+ .*")
 
@@ -128,7 +127,7 @@ def print_findings(console: Console, title: str, findings: Sequence[Finding]) ->
         count = f" ({plural(found.count, 'element')})" if found.count else ""
         detail = f": {found.detail}" if found.detail else ""
         lines.append(f"{where}{found.kind}{count}{detail}{', allowed' if found.accepted else ''}")
-    print_list(console, title, first_of(lines, _FINDINGS_SHOWN), "bold yellow")
+    print_list(console, title, first_of(lines, 20), "bold yellow")
 
 
 def first_of(lines: Sequence[str], count: int) -> list[str]:

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 
 _LOG_FILE = "training_log.jsonl"
-_LINES = 20
-"""Steps that are printed; the log has all."""
 
 
 @dataclass(slots=True)
@@ -44,7 +42,7 @@ def train_steps(
     options, losses, failure = saver.options, [], ""
     if saver.ranks.is_first:
         _cut_log(options, place.step)
-    every = -(-options.steps // _LINES)
+    every = -(-options.steps // 20)  # the log has all steps
     while place.step < options.steps:
         lr = saver.engine.get_lr()[0]
         losses.append(_step(saver, corpus, place))
