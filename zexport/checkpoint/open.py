@@ -68,7 +68,10 @@ def open_checkpoint(
             opened = open_locations(found)
             return replace(opened, newer=tuple(_newer(opened)))
         if len(paths) > 1:
-            raise UsageError("--tag newest needs one folder", hint="Choose the tag with --tag")
+            raise UsageError(
+                "--tag newest needs one checkpoint folder",
+                hint="Choose the tag with --tag",
+            )
         skipped: dict[str, TrainingState] = {}
         for name, location in locate_all(paths[0], follow_symlinks=follow_symlinks):
             opened = open_locations([location])

@@ -48,7 +48,7 @@ def verify(
     progress: str,
     quiet: bool,
 ) -> None:
-    """Compare every byte of the folder OUT with its manifest.
+    """Compare every file in OUT's manifest with it; added files are ignored.
 
     Example: zexport verify model --against run/checkpoint-100
     """

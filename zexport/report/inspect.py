@@ -204,7 +204,7 @@ def remarks(inspection: Inspection) -> Iterator[tuple[str, Sequence[str], str]]:
         )
     if inspection.missing_model_files:
         names = " and ".join(inspection.missing_model_files)
-        warnings.append(f"{names}: missing. Pass --base MODEL to copy from there")
+        left_out.append(f"{names}: missing. Pass --base MODEL to copy from there")
     yield "Warnings", warnings, "warning"
     yield "Notes", (*notes, *_weight_files(inspection.weight_files)), "plain"
 
