@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -108,5 +109,6 @@ def _kill(server: Server, start: Callable[[], subprocess.Popen[bytes]], at: int)
     server.fault = kill
     process.append(start())
     assert process[0].wait() in (0, -9)
+    time.sleep(0.3)  # the server may still be storing the last write
     server.fault = lambda _: None
     forget_listings()
