@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.support import peft_models
 from tests.support.checkpoints import Model, Run, save, small_model
-from tests.support.exports import edit_json, export, manifest_of, refused, verify
+from tests.support.exports import edit_json, export, manifest_of, mentions, refused, verify
 from tests.support.peft_models import FORMS, Trained, llama
 
 WITHOUT_FROZEN = Run(stage=2, exclude_frozen=True)
@@ -170,6 +170,15 @@ def test_unrelated_base_gives_no_model_files(tmp_path: Path) -> None:
     assert "base-mismatch" in (tmp_path / "allowed" / "README.md").read_text()
     export(root, out, "--base", tmp_path / "base")
     assert (out / "config.json").exists()
+
+
+def test_base_of_which_nothing_is_used_is_noted(tmp_path: Path) -> None:
+    base = llama()
+    for folder in ("run", "base"):
+        base.save_pretrained(tmp_path / folder)
+    root = save(Model([dict(base.state_dict())]), Run(), tmp_path / "run")
+    report = export(root, tmp_path / "out", "--base", tmp_path / "base")
+    assert mentions(report, "--base is not used")
 
 
 def test_report_manifest_and_card_name_the_base(

@@ -125,7 +125,7 @@ def hub_folder(inputs: Inputs) -> Folder:
     mended = () if config is None else config.changes
     notes = [*inputs.notes, *(f"config.json: {change}" for change in mended)]
     if options.base is not None and not (uses_weights or base_files):
-        notes.append("nothing was taken from --base")
+        notes.append("--base is not used: it has nothing that the export needs")
     if config is not None and inputs.files.missing:
         notes.append(
             f"not found: {', '.join(inputs.files.missing)}. Pass --base to copy from there"
