@@ -20,7 +20,7 @@ from zexport.cli.output import print_result
 
 @click.command(short_help="Remove the optimizer states of an exported checkpoint.")
 @click.argument("ckpts", metavar="CKPT...", type=PATH, nargs=-1, required=True)
-@click.option("--export", type=PATH, metavar="OUT", required=True, help="Its export.")
+@click.option("--export", type=PATH, metavar="OUT", required=True, help="Export of the checkpoint.")
 @click.option(
     "--even-newest",
     is_flag=True,
