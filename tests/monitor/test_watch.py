@@ -432,7 +432,7 @@ def test_dry_run_prints_decisions_and_changes_nothing(tmp_path: Path) -> None:
     assert (done.returncode, outs.exists()) == (0, False)
     assert done.stdout.splitlines() == [
         "checkpoint-2 (step 2): skip: --every 4 excludes it",
-        "checkpoint-4 (step 4): export: complete",
+        "checkpoint-4 (step 4): export: the Trainer has saved it",
         "checkpoint-6 (step 6): skip: --every 4 excludes it",
     ]
     assert len([*watch(run, outs, ONCE)]) == 3

@@ -60,6 +60,7 @@ def test_page_loads_nothing_and_runs_only_its_script(tmp_path: Path) -> None:
     policy = next(str(a["content"]) for _, a in parsed.tags if "http-equiv" in a)
     assert policy.startswith("default-src 'none'; style-src 'sha256-")
     assert "unsafe" not in policy
+    assert "all weights were read" in parsed.text
     assert not {"link", "img", "iframe", "base", "form"} & {tag for tag, _ in parsed.tags}
     for _, attributes in parsed.tags:
         assert not attributes.keys() & {"src", "style", "onload", "onclick", "onerror"}
@@ -100,7 +101,8 @@ def test_diff_page_shows_all_tensors_and_rank_files_of_a(tmp_path: Path) -> None
 def test_html_replaces_only_an_older_page(tmp_path: Path) -> None:
     checkpoint, page = FIXTURES / "z3_w2_bf16" / "ckpt", tmp_path / "page.html"
     for _ in range(2):
-        assert run("inspect", checkpoint, "--html", page).exit_code == 0
+        done = run("inspect", checkpoint, "--html", page)
+        assert (done.exit_code, done.stderr) == (0, f"Page: {page}\n")
     assert "zexport consolidate" in page.read_text()
     thesis = tmp_path / "thesis.html"
     thesis.write_text("<p>mine</p>")

@@ -25,7 +25,7 @@ from zexport.errors import (
     UnsafeError,
     UsageError,
 )
-from zexport.filenames import SOURCE_SIDECAR
+from zexport.filenames import MANIFEST_NAME, SOURCE_SIDECAR
 from zexport.storage.files import (
     absolute,
     child_folders,
@@ -406,7 +406,9 @@ def _check_any(path: Path, tag: str | None = None) -> None:
             path=path,
             found="no *_optim_states.pt or *_model_states.pt in it or two levels below",
             expected="`latest` and a tag folder such as global_step100",
-            hint="Pass the folder that save_checkpoint wrote to",
+            hint="It is an export: check it with zexport verify"
+            if is_file(path / MANIFEST_NAME)
+            else "Pass the folder that save_checkpoint wrote to",
         )
 
 

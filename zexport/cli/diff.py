@@ -15,7 +15,7 @@ from zexport.cli.options import (
     progress_options,
     storage_option,
 )
-from zexport.cli.output import print_result
+from zexport.cli.output import print_result, write_html
 from zexport.errors import VerificationError
 
 
@@ -73,9 +73,8 @@ def diff(
     if html is not None:
         from zexport.checkpoint.open import open_checkpoint
         from zexport.report.html.diff import diff_page
-        from zexport.report.html.page import write_page
 
-        write_page(html, diff_page(report, open_checkpoint(a) if compares_states else None))
+        write_html(html, diff_page(report, open_checkpoint(a) if compares_states else None))
     print_result(
         lambda: diff_json(report, every=all),
         lambda console: print_diff(console, report, every=all),

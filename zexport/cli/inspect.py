@@ -16,7 +16,7 @@ from zexport.cli.options import (
     storage_option,
     tag_option,
 )
-from zexport.cli.output import print_result
+from zexport.cli.output import print_result, write_html
 from zexport.errors import AmbiguousTagError, ZexportError
 
 if TYPE_CHECKING:
@@ -78,12 +78,11 @@ def inspect(
 
         with progress_printer(progress, quiet=quiet) as on_progress:
             measured = measure(found.checkpoint, progress=on_progress)
-        found, statistics = found.with_problems(measured.problems), measured.tensors
+        found, statistics = found.with_values(measured.problems), measured.tensors
     if html is not None:
         from zexport.report.html.inspect import inspection_page
-        from zexport.report.html.page import write_page
 
-        write_page(html, inspection_page(found, statistics))
+        write_html(html, inspection_page(found, statistics))
     print_result(
         lambda: inspection_json(found, tensors=tensors, statistics=statistics),
         lambda console: print_inspection(

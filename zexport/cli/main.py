@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import importlib
 import os
-import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -63,12 +62,6 @@ class _Commands(click.Group):
             if similar := _SYNONYMS.get(word.lower()) or next(iter(near), None):
                 raise click.UsageError(f"No such command {word!r}. Did you mean {similar!r}?", ctx)
         return super().resolve_command(ctx, args)
-
-    def invoke(self, ctx: click.Context) -> object:
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt as error:  # click would print an empty line
-            raise click.Abort from error
 
 
 @click.group(
@@ -142,11 +135,6 @@ def print_error(error: ZexportError, *, as_json: bool) -> int:
 
 
 def _print_usage_error(error: click.UsageError, *, as_json: bool) -> int:
-    if isinstance(error, click.MissingParameter) and not error.message and error.ctx is not None:
-        example = re.search(r"Example: (.+)", error.ctx.command.help or "")
-        message = f"As in: {example[1]}" if example else None
-        facts = (error.ctx, error.param, error.param_hint, error.param_type)
-        error = click.MissingParameter(message, *facts)
     if as_json:
         problem, _, hint = error.format_message().partition(". ")
         usage = UsageError(problem.rstrip("."), hint=hint.rstrip(".") or "See --help")

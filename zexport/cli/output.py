@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping
 from io import BufferedWriter, FileIO, TextIOWrapper
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -17,6 +18,7 @@ from zexport.errors import OutputError
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
+    from zexport.report.html.page import Page
     from zexport.report.text import Console
     from zexport.storage.json import JsonObject
 
@@ -88,6 +90,13 @@ def print_result(
     has_color = is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     width = shutil.get_terminal_size().columns if is_terminal else None
     print_text(Console(sys.stdout, width, has_color or "FORCE_COLOR" in os.environ))
+
+
+def write_html(path: Path, page: Page) -> None:
+    from zexport.report.html.page import write_page
+
+    write_page(path, page)
+    click.echo(f"Page: {path}", err=True)
 
 
 def print_json(content: Mapping[str, object]) -> None:

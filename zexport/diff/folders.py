@@ -10,7 +10,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from zexport.checkpoint.resolve import is_tag_dir, list_tags
+from zexport.checkpoint.resolve import is_tag_dir, list_tags, pruned_name
 from zexport.checkpoint.state import StoredTensor
 from zexport.diff.config import Setting, compare_configs
 from zexport.diff.tensors import Outcome, Pair, TensorDiff, compare_tensors
@@ -342,6 +342,8 @@ def _no_weights(path: Path) -> CheckpointError:
         "Pass a folder with model.safetensors or its index, or a safetensors file; "
         "zexport verify --against compares an export with its checkpoint"
     )
+    if exists(pruned := pruned_name(path)):
+        hint = f"It was pruned: pass {pruned}"
     if is_folder(path):
         children(path)  # raises if the folder is not readable
         problem = "no safetensors weights found"

@@ -54,6 +54,8 @@ _WEIGHT_PATTERNS = (
     "adapter_model*.bin",
 )
 
+_BY_METADATA = ", judged by metadata"
+
 
 class Outcome(StrEnum):
     """Whether an export would succeed, judged by metadata."""
@@ -180,10 +182,12 @@ class Inspection(Struct, frozen=True):
         """Return the bytes of tensors that an export to ``target`` writes."""
         return sum(tensor.numel * tensor.output_dtype(target).itemsize for tensor in self.tensors)
 
-    def with_problems(self, more: Sequence[ZexportError]) -> Inspection:
-        """Return the summary with problems that were found by reading values."""
-        problems = (*self.problems, *more)
-        return replace(self, problems=problems, verdict=_refusal(problems)) if more else self
+    def with_values(self, more: Sequence[ZexportError]) -> Inspection:
+        """Return the summary after all values were read, with the problems found by that."""
+        if problems := (*self.problems, *more):
+            return replace(self, problems=problems, verdict=_refusal(problems))
+        text = self.verdict.sentence.replace(_BY_METADATA, "; all weights were read")
+        return replace(self, verdict=replace(self.verdict, sentence=text))
 
 
 def inspect_checkpoint(
@@ -272,7 +276,7 @@ def _verdict(
             f"{command} --base MODEL  # or {command} --exclude-frozen",
         )
     command += " --base MODEL" if needs_config else ""
-    sentence = "exportable, judged by metadata"
+    sentence = f"exportable{_BY_METADATA}"
     if lack := lack_for_names():
         sentence += f"; Hub names may be unknown here ({lack})"
         command += f"  # or add --layout memory. For Hub names: {to_have_names()}"

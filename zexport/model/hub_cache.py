@@ -59,7 +59,7 @@ class GivenBase(Struct, frozen=True):
             return None
 
     def __str__(self) -> str:
-        return f"{self.name} at commit {self.commit}" if self.commit else self.name
+        return f"{self.name} at commit {self.commit}" if self.commit else f"folder {self.name}"
 
 
 def is_hub_id(name: str) -> bool:

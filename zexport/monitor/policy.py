@@ -210,7 +210,8 @@ def _on_checkpoint(
     if export is not None and export.edited:
         why = f"was changed since, so it is not replaced: {printable(export.edited)}"
         return Decision(Verdict.SKIP, why, left, is_problem=True)
-    return Decision(Verdict.EXPORT, "complete")
+    saved = "the Trainer has saved it" if checkpoint.is_trainers else "complete"
+    return Decision(Verdict.EXPORT, checkpoint.missing or saved)
 
 
 def _skip_older(

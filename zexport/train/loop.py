@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zexport.errors import CheckpointError, UsageError
+from zexport.errors import UsageError
 from zexport.storage.files import write_durably
 from zexport.storage.local import open_log
 from zexport.train.options import TrainOptions, TrainSummary
@@ -108,8 +108,6 @@ def resume_from_latest(engine: DeepSpeedEngine, ranks: Ranks, options: TrainOpti
     """Load engine and random states from ``latest``, and return the place of the run."""
     tag = (options.out / "latest").read_text(encoding="utf-8").strip()
     _, client_state = engine.load_checkpoint(str(options.out), tag=tag)
-    if not client_state or "data_position" not in client_state:
-        raise CheckpointError("data_position is missing", path=options.out / tag)
     place = Place(client_state["step"], client_state["data_position"])
     if place.step >= options.steps:
         raise UsageError(

@@ -118,6 +118,9 @@ def read_checkpoint(locations: Sequence[Location]) -> TrainingState:
     if missing and any(one.role is Role.FROZEN and one.source is None for one in state.tensors):
         what = f"model states files of {name_ranks(missing)} are missing, which have frozen weights"
         problems.append(IncompleteCheckpointError(what, path=path, hint=FROM_NODES))
+    elif missing:
+        what = f"model states files of {name_ranks(missing)} are missing: resuming needs them"
+        state = replace(state, notes=(what,))
     if problems and (swapped := _swapped_out(tag)):
         problems = [swapped]
     refused = [one for one in problems if one.finding is None or one.finding.is_refused]
@@ -269,7 +272,7 @@ def _described(state: TrainingState, tag: TagFolder) -> TrainingState:
         torch_files=tuple(opened.values()),
         pruned_files=frozenset(pruned),
         warnings=(*warnings, *state.whole.warnings),
-        notes=(*notes, *state.whole.notes),
+        notes=(*state.notes, *notes, *state.whole.notes),
     )
 
 
