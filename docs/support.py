@@ -135,6 +135,13 @@ SUPPORT = (
     ),
     Support("Node-local checkpoint", "all", "pass every node's folder"),
     Support("Legacy torch files", "all", "no checksums"),
+    Support("FSDP1, FSDP2, HSDP: DCP folder", "FSDP", "with tensor parallelism; empty shards; EMA"),
+    Support(
+        "FSDP: rank files (verl, SkyRL, Accelerate)",
+        "FSDP",
+        "DTensor and ShardedTensor; replicas are compared",
+    ),
+    Support("FSDP: sharded safetensors, full state dict", "FSDP", "no checksums in safetensors"),
     Support(
         "Experts with several expert-parallel sizes",
         "0, 16-bit",

@@ -9,7 +9,7 @@ from enum import StrEnum
 from functools import wraps
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, get_args, get_type_hints
 
 import msgspec
 from msgspec import Struct
@@ -42,7 +42,7 @@ class ExportDType(StrEnum):
     BF16 = "bf16"
     FP16 = "fp16"
     AUTO = "auto"
-    """The dtype of the module weights in training."""
+    """The dtype of the module weights in training; under FSDP, each weight's own."""
 
     @classmethod
     def _missing_(cls, value: object) -> ExportDType | None:
@@ -108,7 +108,8 @@ def chosen(name: str, kind: type[_T], value: object) -> _T:
     try:
         return msgspec.convert(value, kind, dec_hook=_given_path)
     except msgspec.ValidationError as cause:
-        values = [str(one.value) for one in getattr(kind, "__members__", {}).values()]
+        members = [getattr(one, "__members__", {}) for one in (kind, *get_args(kind))]
+        values = [str(one.value) for own in members for one in own.values()]
         expected = ", ".join(values) or getattr(kind, "__name__", str(kind))
         raise UsageError(f"{name} cannot be {value!r}", expected=expected) from cause
 
@@ -150,12 +151,14 @@ class RecordedOptions:
     """Options that change the output; a manifest records them.
 
     Attributes:
-        dtype: dtype of the floating-point tensors.
+        dtype: dtype of the floating-point tensors; ``None`` for fp32, or for a checkpoint of FSDP
+            each weight's own.
         layout: names of the tensors.
         hub_layout: label of one of several Hub layouts of the model (empty: transformers' own);
             ``None`` chooses by the base model, or transformers' own.
         engine: program that reassembles the weights.
         exclude_frozen: leave out frozen weights.
+        keep_unloaded: copy the tensors of the base that the model class does not load.
         max_shard_nbytes: maximum size of a shard's tensors, in bytes.
         renames: regex and replacement pairs, applied in order to the checkpoint's names first.
         check: how many elements of master weights are compared with module weights.
@@ -167,12 +170,13 @@ class RecordedOptions:
             the DeepSpeed config.
     """
 
-    dtype: ExportDType = ExportDType.FP32
+    dtype: ExportDType | None = None
     _: KW_ONLY
     layout: NameLayout = NameLayout.HUB
     hub_layout: str | None = None
     engine: Engine = Engine.NATIVE
     exclude_frozen: bool = False
+    keep_unloaded: bool = False
     max_shard_nbytes: int = 5_000_000_000
     renames: tuple[tuple[str, str], ...] = ()
     check: CheckMode = CheckMode.SAMPLED

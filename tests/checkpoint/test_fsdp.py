@@ -1,4 +1,4 @@
-"""FSDP checkpoints: their states equal live training. No command accepts them yet."""
+"""Optimizer states of FSDP checkpoints equal live training, and damage is refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support import fsdp_checkpoints
 from tests.support.oracles import Tensors, differences
 from zexport import DamagedCheckpointError, IncompleteCheckpointError, UnsafeError, ZexportError
 from zexport.checkpoint.boxes import state_replicas
-from zexport.checkpoint.fsdp.source import holds_fsdp
+from zexport.checkpoint.open import open_checkpoint
 from zexport.checkpoint.state import TrainingState, raise_problems
 from zexport.ranges.compare import Replica
 from zexport.ranges.dtypes import DType
@@ -36,8 +36,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened(folder: Path) -> TrainingState:
-    assert holds_fsdp(folder)
-    state: TrainingState = fsdp_checkpoints.opened(folder)
+    state = open_checkpoint(folder)
     raise_problems(state)
     return state
 

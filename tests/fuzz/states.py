@@ -26,7 +26,6 @@ import zexport
 from tests.fuzz import values
 from tests.fuzz.mutations import mutated
 from tests.fuzz.runner import Target
-from tests.support.fsdp_checkpoints import opened
 from zexport import (
     DamagedCheckpointError,
     ExportOptions,
@@ -81,7 +80,7 @@ def _open(case: Path, copy: Path) -> TrainingState:
     folder = folder_of(case, copy)
     if not holds_fsdp(folder):
         return open_checkpoint(folder)
-    state: TrainingState = opened(folder)
+    state = open_checkpoint(folder)
     return state
 
 

@@ -29,6 +29,7 @@ ALL = ExportOptions(
     layout=NameLayout.MEMORY,
     engine=Engine.DEEPSPEED,
     exclude_frozen=True,
+    keep_unloaded=True,
     max_shard_nbytes=2_000_001,
     renames=(("^a", "b=c"), ("d", "")),
     check=CheckMode.FULL,

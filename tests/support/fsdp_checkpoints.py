@@ -29,15 +29,6 @@ def made(folder: Path) -> Path:
     return folder
 
 
-def opened(folder: Path) -> Any:
-    """The state of a checkpoint: no command accepts FSDP yet."""
-    from zexport.checkpoint.fsdp.source import open_fsdp
-    from zexport.checkpoint.resolve import TagChoice, location_of
-    from zexport.storage.symlink_policy import Boundary
-
-    return open_fsdp([location_of(folder, TagChoice.HANDED_OVER, Boundary.of(folder))])
-
-
 def _model() -> Any:
     """A model with what is cut unevenly, tied, frozen, or no parameter."""
     import torch

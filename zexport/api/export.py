@@ -67,6 +67,8 @@ def plan_anywhere(
 ) -> ExportPlan:
     """Return the plan of an export without looking at its output folder."""
     if options is not None and options.engine is Engine.DEEPSPEED:
+        if not checkpoint.location.is_zero:
+            raise UsageError("--engine deepspeed only reads ZeRO checkpoints")
         for path in (checkpoint.location.root, place(out_dir), options.base):
             if path is not None and not is_local(path):
                 raise UsageError(

@@ -137,7 +137,7 @@ def _recorded_base(manifest: Manifest, location: Location, out_dir: Path) -> Pat
     folders = (Path(), out_dir.parent, location.root, location.root.parent)
     names = (base.name, base.name.rpartition("/")[2])
     places = [folder / name for folder in folders for name in names]
-    config = location.root / ADAPTER_CONFIG
+    config = location.model_dir / ADAPTER_CONFIG
     location.boundary.check(config)
     if is_file(config):
         places.insert(0, Path(str(read_json_object(config).get("base_model_name_or_path"))))

@@ -20,9 +20,9 @@ from zexport.checkpoint.resolve import (
     locate_all,
     location_of,
     original_name,
+    source_in,
 )
 from zexport.checkpoint.state import TrainingState
-from zexport.checkpoint.zero.source import read_checkpoint
 from zexport.errors import UsageError, ZexportError
 from zexport.options import checks_arguments
 from zexport.storage.files import is_file
@@ -92,7 +92,7 @@ def open_locations(locations: Sequence[Location]) -> TrainingState:
             found=", ".join(tags),
             hint="Choose the tag with --tag",
         )
-    state = read_checkpoint(locations)
+    state = source_in(locations[0].tag_dir).read(locations)
     return replace(state, warnings=(*_run_warnings(state), *state.warnings))
 
 

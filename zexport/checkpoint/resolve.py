@@ -2,6 +2,7 @@
 
 A path may be a run's output folder (with ``checkpoint-N`` folders), a folder with tags and
 ``latest`` (``checkpoint-N`` is one), or a tag folder. One folder may be the first two at once.
+The folder of an FSDP checkpoint is a tag folder: the frameworks have no ``latest`` for it.
 """
 
 from __future__ import annotations
@@ -13,8 +14,12 @@ from enum import Enum
 from pathlib import Path
 
 from msgspec import Struct
+from msgspec.structs import replace
 
-from zexport.checkpoint.zero.source import holds_checkpoint, recorded_step
+from zexport.checkpoint.adapter_folder import holds_adapter, no_step, read_adapter
+from zexport.checkpoint.fsdp.source import fsdp_step, holds_fsdp, open_fsdp
+from zexport.checkpoint.state import TrainingState
+from zexport.checkpoint.zero.source import holds_checkpoint, read_checkpoint, zero_step
 from zexport.errors import (
     AmbiguousTagError,
     CheckpointError,
@@ -29,6 +34,7 @@ from zexport.filenames import MANIFEST_NAME, SOURCE_SIDECAR
 from zexport.storage.files import (
     absolute,
     child_folders,
+    children,
     exists,
     is_file,
     is_folder,
@@ -52,13 +58,19 @@ PRUNED = "pruned-"
 LATEST = ("latest", "latest_universal")
 """Files that name a tag; DeepSpeed's ``ds_to_universal.py`` writes the second."""
 
+LATEST_OF_RL = {
+    "latest_checkpointed_iteration.txt": "global_step_",
+    "latest_ckpt_global_step.txt": "global_step_",
+}
+"""Files of verl and SkyRL with the number of a step, and what its folder's name begins with."""
+
 READ_MAX = 16
 """How many checkpoints of a run are opened for their step; names order the others."""
 
 _LATEST_NBYTES_MAX = 4096
 _DIGITS = re.compile(r"\d{1,18}", re.ASCII)
 _WORD = re.compile(r"[^\W\d_]+")
-_OF_ACCELERATE = re.compile(r"pytorch_model(?:_\d{1,9})?", re.ASCII)
+_OF_ACCELERATE = re.compile(r"pytorch_model(?:_fsdp)?(?:_\d{1,9})?", re.ASCII)
 _TIME_WORD = re.compile(
     "best|checkpoint|ckpt|end|epoch|final|global|iter|iteration|last|latest|step"
 )
@@ -74,11 +86,17 @@ class Framework(Enum):
     OPENRLHF = "OpenRLHF"
     ZEXPORT = "zexport train"
     DEEPSPEED = "DeepSpeed"
+    VERL = "verl or SkyRL"
+    TORCH = "PyTorch"
+    PEFT = "PEFT"
 
-    @property
-    def keeps_runs(self) -> bool:
-        """Whether all tags of a run share one folder."""
-        return self in (Framework.DEEPSPEED, Framework.ZEXPORT)
+
+class Kind(Enum):
+    """What sharded the weights."""
+
+    ZERO = "DeepSpeed ZeRO"
+    FSDP = "FSDP"
+    ADAPTER = "nothing: a plain PEFT folder"
 
 
 class TagChoice(Enum):
@@ -90,7 +108,10 @@ class TagChoice(Enum):
 
 
 class Location(Struct, frozen=True):
-    """The tag folder ``root / tag``; links in it may lead into ``boundary``."""
+    """The tag folder ``root / tag``; links in it may lead into ``boundary``.
+
+    ``model_dir`` is where the framework saves config.json and the tokenizer, if it does.
+    """
 
     root: Path
     tag: str
@@ -99,16 +120,26 @@ class Location(Struct, frozen=True):
     tags: tuple[str, ...]
     boundary: Boundary
     real_root: Path
+    model_dir: Path
+    kind: Kind = Kind.ZERO
 
     @property
     def tag_dir(self) -> Path:
         return self.root / self.tag
 
     @property
+    def is_zero(self) -> bool:
+        return self.kind is Kind.ZERO
+
+    @property
+    def keeps_runs(self) -> bool:
+        """Whether all tags of a run share ``root``."""
+        return not self.is_zero or self.framework in (Framework.DEEPSPEED, Framework.ZEXPORT)
+
+    @property
     def name(self) -> str:
         """The last two names of the folder that only this checkpoint is in."""
-        folder = self.real_root / self.tag if self.framework.keeps_runs else self.real_root
-        return last_names(folder)
+        return last_names(self.real_root / self.tag if self.keeps_runs else self.real_root)
 
 
 class Candidate(Struct, frozen=True):
@@ -117,6 +148,27 @@ class Candidate(Struct, frozen=True):
     name: str
     tag_dir: Path
     step: int | None
+
+
+class Source(Struct, frozen=True):
+    """A format: does a folder contain it, at which global step, and its state (one per node)."""
+
+    kind: Kind
+    holds: Callable[[Path], bool]
+    step: Callable[[Path, Boundary], int | None]
+    read: Callable[[Sequence[Location]], TrainingState]
+
+
+SOURCES = (
+    Source(Kind.ZERO, holds_checkpoint, zero_step, read_checkpoint),
+    Source(Kind.FSDP, holds_fsdp, fsdp_step, open_fsdp),
+)
+ADAPTER = Source(Kind.ADAPTER, holds_adapter, no_step, read_adapter)
+"""Only the folder given may be one: checkpoints of PEFT models have these files too."""
+
+
+def source_in(tag_dir: Path) -> Source:
+    return next((one for one in SOURCES if one.holds(tag_dir)), ADAPTER)
 
 
 def locate(path: Path, tag: str | None = None, *, follow_symlinks: bool = False) -> Location:
@@ -130,6 +182,13 @@ def locate(path: Path, tag: str | None = None, *, follow_symlinks: bool = False)
         boundary = Boundary.of(path, follow=follow_symlinks)
         if not is_tag_dir(path):
             if not (list_tags(path) or is_file(path / LATEST[0])):
+                if (
+                    tag in (None, path.name)
+                    and holds_adapter(path)
+                    and not list_run_checkpoints(path)
+                ):
+                    boundary = boundary.including(path.parent)
+                    return location_of(path, TagChoice.HANDED_OVER, boundary)
                 _check_any(path, tag)
             return _in_root(path, boundary) if tag is None else _named(path, tag, boundary)
         if tag not in (None, path.name, original_name(path.name)):
@@ -165,12 +224,37 @@ def locate_all(path: Path, *, follow_symlinks: bool = False) -> Iterator[tuple[s
 
 def location_of(tag_dir: Path, chosen: TagChoice, boundary: Boundary) -> Location:
     root, tag = tag_dir.parent, tag_dir.name
+    kind = source_in(tag_dir).kind
     return Location(
-        root, tag, chosen, framework_of(root, tag), list_tags(root), boundary, real(root)
+        root=root,
+        tag=tag,
+        chosen=chosen,
+        framework=framework_of(root, tag, kind),
+        tags=list_tags(root),
+        boundary=boundary,
+        real_root=real(root),
+        model_dir=root if kind is Kind.ZERO else _model_dir(tag_dir),
+        kind=kind,
     )
 
 
-def framework_of(root: Path, tag: str) -> Framework:
+def _model_dir(tag_dir: Path) -> Path:
+    """Source: verl and SkyRL of August 2026 (``huggingface/``); Accelerate 1.15, ``fsdp_utils``."""
+    if is_folder(tag_dir / "huggingface"):
+        return tag_dir / "huggingface"
+    return tag_dir.parent if _OF_ACCELERATE.fullmatch(tag_dir.name) else tag_dir
+
+
+def framework_of(root: Path, tag: str, kind: Kind = Kind.ZERO) -> Framework:
+    if kind is Kind.ADAPTER:
+        return Framework.PEFT
+    if kind is Kind.FSDP:
+        names = " ".join(child.name for child in children(root / tag))
+        if "trainer_state.json" in names:
+            return Framework.HF_TRAINER
+        if _OF_ACCELERATE.fullmatch(tag) or "pytorch_model_fsdp" in names:
+            return Framework.ACCELERATE
+        return Framework.VERL if "model_world_size_" in names else Framework.TORCH
     if is_file(root / SOURCE_SIDECAR):
         return Framework.ZEXPORT
     if is_file(root / "trainer_state.json"):
@@ -221,7 +305,7 @@ def read_latest(root: Path, name: str = LATEST[0]) -> str | None:
 
 
 def is_tag_dir(path: Path) -> bool:
-    return is_folder(path) and holds_checkpoint(path)
+    return is_folder(path) and any(source.holds(path) for source in SOURCES)
 
 
 def list_tags(folder: Path) -> tuple[str, ...]:
@@ -284,6 +368,11 @@ def are_of_one_run(names: Iterable[str]) -> bool:
 def name_pattern(name: str) -> str:
     """Return the name with its numbers replaced by 0."""
     return _DIGITS.sub("0", original_name(name))
+
+
+def recorded_step(tag_dir: Path, boundary: Boundary) -> int | None:
+    """Return the global step that a checkpoint records; ``None`` if that cannot be read."""
+    return source_in(tag_dir).step(tag_dir, boundary)
 
 
 def list_candidates(folder: Path, boundary: Boundary) -> tuple[Candidate, ...]:
@@ -388,6 +477,11 @@ def _in_root(root: Path, boundary: Boundary) -> Location:
         return location_of(root / tags[0], TagChoice.ONLY, boundary)
     if not tags and len(runs) == 1:
         return _in_root(root / runs[0], boundary)
+    for name, prefix in LATEST_OF_RL.items():
+        boundary.check(root / name)
+        number = read_latest(root, name)
+        if number is not None and prefix + number in runs:
+            return replace(_in_root(root / (prefix + number), boundary), chosen=TagChoice.LATEST)
     found = [one.name for one in list_candidates(root, boundary)] or runs
     example = f", for example --tag {found[-1]} or --tag newest" if are_of_one_run(found) else ""
     raise _ambiguous("contains several checkpoints", root, found, _CHOOSE + example)
@@ -402,13 +496,13 @@ def _check_any(path: Path, tag: str | None = None) -> None:
         raise _ambiguous("contains whole runs, and is not a run itself", path, names, hint)
     if not checkpoints:
         raise NotACheckpointError(
-            "contains no ZeRO checkpoint",
+            "contains no checkpoint of DeepSpeed ZeRO or FSDP",
             path=path,
-            found="no *_optim_states.pt or *_model_states.pt in it or two levels below",
-            expected="`latest` and a tag folder such as global_step100",
+            found="no rank files and no .metadata in it or two levels below",
+            expected="`latest` and a tag folder such as global_step100, or files of FSDP",
             hint="It is an export: check it with zexport verify"
             if is_file(path / MANIFEST_NAME)
-            else "Pass the folder that save_checkpoint wrote to",
+            else "Pass the folder that the training wrote to",
         )
 
 

@@ -233,11 +233,13 @@ class StoredTensor(Struct, frozen=True):
     def numel(self) -> int:
         return prod(self.shape)
 
-    def output_dtype(self, target: DType) -> DType:
-        """Return its dtype in an export to ``target``.
+    def output_dtype(self, target: DType | None) -> DType:
+        """Return its dtype in an export to ``target`` (``None``: it stays).
 
         Integer and bool tensors never change; floating buffers only if the target has 16 bits.
         """
+        if target is None:
+            return self.dtype
         if target in self.fp32_under and self.dtype.is_floating:
             return DType.F32
         if not self.dtype.is_floating or (self.role is Role.BUFFER and target is DType.F32):
@@ -263,6 +265,9 @@ class FileKind(Enum):
     EXPERT = "expert"
     EXPERT_OPTIMIZER = "expert optimizer"
     PIPELINE_LAYER = "pipeline layer"
+    SHARD = "shards of one rank"
+    """Of an FSDP checkpoint: a DCP file, a rank file, or sharded safetensors."""
+    ADAPTER = "adapter"
     PARAMETER = "parameter of all ranks"
     """Of a universal checkpoint; its folder has the parameter's name."""
 
@@ -294,6 +299,7 @@ class Structure(Enum):
     PIPELINE = "pipeline parallelism"
     EXPERTS = "expert parallelism"
     UNIVERSAL = "none: converted to a universal checkpoint"
+    FSDP = "parameters by FSDP"
 
 
 class Parallelism(Struct, frozen=True):

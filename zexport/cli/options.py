@@ -16,6 +16,7 @@ from zexport.errors import MissingExtraError, UsageError
 from zexport.findings import FindingKind
 from zexport.options import (
     SHARD_NBYTES_MIN,
+    ExportDType,
     ExportOptions,
 )
 from zexport.report.text import size
@@ -251,10 +252,11 @@ given_options = together(
 )
 
 export_options = together(
-    choice_option(
+    click.option(
         "--dtype",
-        _DEFAULTS.dtype,
-        "dtype of the exported weights, also by torch's name; auto: that of the module weights.",
+        type=Named(ExportDType),
+        help="dtype of the exported weights, also by torch's name; auto: that of the module "
+        "weights.  [default: fp32; for FSDP, each weight's own]",
     ),
     click.option(
         "--base",
@@ -281,6 +283,11 @@ export_options = together(
         "Program that reassembles the weights; deepspeed: its own converter, for comparison.",
     ),
     click.option("--exclude-frozen", is_flag=True, help="Omit frozen weights."),
+    click.option(
+        "--keep-unloaded",
+        is_flag=True,
+        help="Also copy tensors of --base that the model class does not load, such as mtp.*.",
+    ),
     choice_option(
         "--layout",
         _DEFAULTS.layout,

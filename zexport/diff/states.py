@@ -71,11 +71,15 @@ def diff_states(
     opened = [open_checkpoint(path) for path in paths]
     for state in opened:
         raise_problems(state)
-    if pruned := [name for name, state in zip("AB", opened, strict=True) if state.pruned_files]:
+    named = [*zip("AB", opened, strict=True)]
+    pruned = [f"{name} were pruned" for name, state in named if state.pruned_files]
+    others = [name for name, state in named if not state.location.is_zero]
+    of_fsdp = [f"{name}, by FSDP, are not compared" for name in others]
+    if left_out := [*pruned, *of_fsdp]:
         weights = compare_weights(*map(_weights, opened), jobs=jobs, progress=progress)
         compared = (
             f"{len(weights.tensors):,} weights in the rank files; optimizer states of "
-            f"{' and '.join(pruned)} were pruned"
+            f"{' and of '.join(left_out)}"
         )
         return make_report(paths, compared, weights)
     opened = [reshardable(state) for state in opened]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from zexport.checkpoint.resolve import Kind
 from zexport.checkpoint.state import TrainingState
 from zexport.errors import (
     DamagedCheckpointError,
@@ -170,7 +171,10 @@ def _config_paths(
     """
     location = checkpoint.location
     given = [] if options.adapter_config is None else [_checked(options.adapter_config)]
-    others = [location.root, location.tag_dir, location.root.parent]
+    others = [location.model_dir, location.tag_dir, location.model_dir.parent]
+    others += (
+        [location.tag_dir / "lora_adapter"] if location.kind is Kind.FSDP else []
+    )  # of verl, SkyRL
     others += [] if options.base is None else [options.base]
     for places in (given, others) if is_only else ([*given, *others],):
         paths = [(place, place if is_file(place) else place / ADAPTER_CONFIG) for place in places]

@@ -188,6 +188,17 @@ def under_names_of(names: Names, base: Base) -> Base:
     return structs.replace(base, tensors=renamed)
 
 
+def not_loaded(names: Names, base: Base) -> dict[str, StoredTensor]:
+    """Return the base's tensors that the model class does not load, such as ``mtp.*``."""
+    if isinstance(names, NamesUnknown):
+        return {}
+    aliases = (name for layout in names.layouts for name in layout.aliases.values())
+    known = names.all_names.union(names.tied, aliases)
+    placed = under_names_of(names, base).tensors
+    loaded = {id(one.source) for name, one in placed.items() if name in known}
+    return {name: one for name, one in base.tensors.items() if id(one.source) not in loaded}
+
+
 def check_plain(taken: Iterable[StoredTensor], base: Base, missing: Sequence[str] = ()) -> None:
     """Raise if weights would be taken from a quantized base without scales, or are packed in it."""
     packed = [one.name for one in taken if base.is_quantized or one.dtype in _PACKED]

@@ -275,11 +275,13 @@ def _cast_mismatch(
 
 
 def _replica_mismatch(differing: Sequence[Replica]) -> DamagedCheckpointError:
+    first = differing[0]
+    kept, other = (next(iter(one.extents(0, 1))).path for one in (first.kept, first.other))
     return DamagedCheckpointError(
         "replicas differ between ranks",
-        path=next(iter(differing[0].other.extents(0, 1))).path,
+        path=other,
         found=f"{some(list(dict.fromkeys(replica.name for replica in differing)), 8)} differ",
-        expected="equal values on every rank",
+        expected=f"values equal to those in {kept.name}, and on every rank",
         hint="Copy all rank files of one checkpoint again; if that changes nothing, the ranks "
         "diverged in training",
         finding=FindingKind.REPLICA_MISMATCH,

@@ -117,10 +117,10 @@ def adapter_files(
     copied = {one.of_base for one in parts.values() if one.is_copy}
     base = {one.of_base: every[name] for name, one in parts.items() if _is_of_base(one)}
     location = checkpoint.location
-    within = Boundary.of(location.root, follow=location.boundary.follow)
+    within = Boundary.of(location.model_dir, follow=location.boundary.follow)
     found: dict[str, AdapterFile] = {}
     for adapter in adapters:
-        path = location.root / adapter.folder / ADAPTER_FILE
+        path = location.model_dir / adapter.folder / ADAPTER_FILE
         try:
             if not (is_file(path) and within.holds(path)):
                 continue

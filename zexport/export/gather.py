@@ -12,7 +12,8 @@ from pathlib import Path
 
 from msgspec import Struct, structs
 
-from zexport.checkpoint.state import TrainingState, raise_problems
+from zexport.checkpoint.state import StoredTensor, TrainingState, raise_problems
+from zexport.errors import UnsupportedError
 from zexport.export.adapters import (
     Adapter,
     check_adapter,
@@ -27,6 +28,7 @@ from zexport.export.base_model import (
     base_of,
     check_base,
     judge_base,
+    not_loaded,
     read_base,
     under_names_of,
 )
@@ -46,12 +48,14 @@ from zexport.model.hub_cache import model_folder
 from zexport.model.hub_names import ModelNames, NamesUnknown
 from zexport.model.names_client import Learner
 from zexport.model.token_ids import TokenId, file_ids
-from zexport.options import AdapterMode, CheckMode, ExportOptions, NameLayout
+from zexport.options import AdapterMode, CheckMode, ExportDType, ExportOptions, NameLayout
 from zexport.ranges.compare import CastReplica
 from zexport.ranges.reader import ReadableFile, SourceReader
 from zexport.storage.files import is_file
 from zexport.storage.os_errors import reading
 from zexport.text import some
+
+_TORCHTITAN = "tok_embeddings.weight"
 
 
 class Inputs(Struct):
@@ -60,6 +64,7 @@ class Inputs(Struct):
     Attributes:
         model: the model and its weights after every rename, with an adapter merged if asked.
         base: the base's weights, by in-memory name.
+        unloaded: tensors of the base that the model class does not load, by name in its files.
         sources: the files that the plan may read.
         reader: compares weights; it is closed once everything is gathered.
         mode: keep or merge adapters; ``None`` for a checkpoint without any.
@@ -78,6 +83,7 @@ class Inputs(Struct):
     reader: SourceReader
     findings: Findings
     base_check: BaseCheck = BaseCheck()
+    unloaded: Mapping[str, StoredTensor] = {}
     mode: AdapterMode | None = None
     adapters: tuple[Adapter, ...] = ()
     saved: Mapping[str, AdapterFile] = {}
@@ -98,14 +104,24 @@ def gather(checkpoint: TrainingState, options: ExportOptions | None = None) -> I
     """
     options, location = options or ExportOptions(), checkpoint.location
     with reading(location.root, hint="Check its permissions"):
+        if options.dtype is None:
+            dtype = ExportDType.FP32 if location.is_zero else ExportDType.AUTO
+            options = replace(options, dtype=dtype)
         if options.base is not None:
             options = replace(options, base=model_folder(options.base))
         findings = raise_problems(checkpoint, options.allow)
         share_memory(options)
         parts = [(one.root, one.boundary) for one in checkpoint.parts]
-        files = find_hf_files(location.root, options.base, location.boundary, parts)
+        files = find_hf_files(location.model_dir, options.base, location.boundary, parts)
         learner = Learner(files.source, are_needed=options.layout is NameLayout.HUB)
         part = Weights.of(checkpoint).only(options.only)
+        if _TORCHTITAN in part.names and options.layout is NameLayout.HUB:
+            raise UnsupportedError(
+                "weights have torchtitan's own names, which no class of transformers loads",
+                path=location.tag_dir,
+                found=_TORCHTITAN,
+                hint="Export them under these names with --layout memory",
+            )
         stored = with_hub_experts(part, files.config, learner, options)
         weights = stored.renamed(options.renames)
         headers = read_base(options.base, follow_symlinks=location.boundary.follow)
@@ -184,7 +200,7 @@ def _choose_adapters(inputs: Inputs, part: Weights) -> None:
         check_adapter(adapter, trained)
         check_whole(checkpoint, weights, adapter)
         used = adapter.config.path
-        if used.parent != checkpoint.location.root / adapter.folder:
+        if used.parent != checkpoint.location.model_dir / adapter.folder:
             inputs.notes.append(f"adapter {adapter.name!r}: using {used}. Check lora_alpha")
     is_full = options.check is CheckMode.FULL
     inputs.saved = adapter_files(
@@ -236,6 +252,7 @@ def _merge(inputs: Inputs, adapter: Adapter, learner: Learner) -> None:
     weights = inputs.model.weights
     stored = weights_of_base(weights)
     names = learner.names(config, {**inputs.base.shapes, **stored.known_shapes})
+    inputs.unloaded = not_loaded(names, inputs.base)
     inputs.base = under_names_of(names, inputs.base)
     _compare_base(inputs, stored, _base_name(adapter), config)
     judge_base(inputs.base_check, options, uses_weights=True)
@@ -263,6 +280,8 @@ def _identify(inputs: Inputs, learner: Learner, task: str) -> None:
     inputs.model = model = identify(
         inputs.model.weights, files.config, learner, options, may_lack_weights=lacks, task=task
     )
+    if inputs.mode is None and options.layout is NameLayout.HUB:
+        inputs.unloaded = not_loaded(model.names, inputs.base)
     inputs.base = base = under_names_of(model.names, inputs.base)
     fills_in = lacks and not options.exclude_frozen
     if inputs.mode is None:

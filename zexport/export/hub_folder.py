@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from msgspec import Struct, structs
 
 from zexport.checkpoint.state import Role, StoredTensor
 from zexport.errors import FrozenLeftOutError
-from zexport.export.base_model import judge_base
+from zexport.export.base_model import check_plain, judge_base
 from zexport.export.copies import RESIZED_HINT
 from zexport.export.gather import Inputs
 from zexport.export.model_class import is_value_head
 from zexport.export.plan import (
-    DTYPES,
     INDEX_FILE,
     SINGLE_FILE,
     WEIGHTS_ONLY,
     FilePlan,
     SideFile,
     plan_file,
+    target_dtype,
 )
 from zexport.export.select import Selection, select
 from zexport.export.weights import Tensors
@@ -79,7 +80,11 @@ def hub_folder(inputs: Inputs) -> Folder:
     """Return the model folder: tensors with the model's names, config, card and copied files."""
     checkpoint, options, heads = inputs.checkpoint, inputs.options, inputs.model.heads
     selection = select(checkpoint, inputs.model, inputs.base, inputs.ties, options)
-    tensors = selection.tensors
+    kept = {n: one for n, one in inputs.unloaded.items() if options.keep_unloaded}
+    check_plain(kept.values(), inputs.base)
+    tensors = {**selection.tensors, **kept}
+    from_base = (*selection.from_base, *kept)
+    selection = structs.replace(selection, tensors=tensors, from_base=from_base)
     config = _written_config(inputs.model.config, selection)
     is_merged = inputs.mode is AdapterMode.MERGE
     base_files = files_of_base(inputs)
@@ -96,8 +101,13 @@ def hub_folder(inputs: Inputs) -> Folder:
         *selection.warnings,
         *_token_warnings(inputs, config),
     )
-    target = DTYPES.get(options.dtype, checkpoint.module_dtype or DType.F32)
-    shards = _planned(_shards(tensors, target, options.max_shard_nbytes), tensors, target)
+    target = target_dtype(checkpoint, options.dtype)
+    dtypes = {
+        name: tensor.dtype if name in kept else tensor.output_dtype(target)
+        for name, tensor in (*tensors.items(), *heads.items())
+    }
+    shards = _planned(_shards(tensors, dtypes, options.max_shard_nbytes), tensors, dtypes)
+    dtype = _commonest(shards) if target is None else target
     files = structs.replace(inputs.files, config=config)
     sides = [SideFile(name, origin=path) for name, path in sorted(files.copied.items())]
     if README not in files.copied:
@@ -105,7 +115,7 @@ def hub_folder(inputs: Inputs) -> Folder:
         named = inputs.adapters[0].config.base_model_name_or_path if is_sure else None
         card = model_card(
             checkpoint,
-            target,
+            dtype,
             files,
             architecture=next(iter(config.architectures if config else ()), selection.architecture),
             apart=apart,
@@ -117,7 +127,7 @@ def hub_folder(inputs: Inputs) -> Folder:
         )
         sides.append(SideFile(README, card))
     if config is not None:
-        content = config.edited(target, selection.architecture, is_untied=bool(selection.untied))
+        content = config.edited(dtype, selection.architecture, is_untied=bool(selection.untied))
         sides.append(SideFile(CONFIG, content))
     # Without an index, vLLM and SGLang read every safetensors file of a folder as the model's.
     if heads or [shard.filename for shard in shards] != [SINGLE_FILE]:
@@ -126,12 +136,17 @@ def hub_folder(inputs: Inputs) -> Folder:
     notes = [*inputs.notes, *(f"config.json: {change}" for change in mended)]
     if options.base is not None and not (uses_weights or base_files):
         notes.append("--base is not used: it has nothing that the export needs")
+    if inputs.unloaded and not kept:
+        notes.append(
+            f"the model class does not load {some(sorted(inputs.unloaded))} of the base; "
+            "--keep-unloaded copies them"
+        )
     if config is not None and inputs.files.missing:
         notes.append(
             f"not found: {', '.join(inputs.files.missing)}. Pass --base to copy from there"
         )
     return Folder(
-        shards=(*shards, *_planned(apart, heads, target)),
+        shards=(*shards, *_planned(apart, heads, dtypes)),
         side_files=tuple(sides),
         selection=selection,
         findings=findings,
@@ -228,7 +243,15 @@ def _origin(
             yield f"Accepted with --allow {one.kind}: {one.detail or one.tensor}."
 
 
-def _shards(tensors: Tensors, target: DType, nbytes_max: int) -> dict[str, list[str]]:
+def _commonest(shards: Iterable[FilePlan]) -> DType:
+    """Return the floating dtype of most bytes."""
+    nbytes = Counter[DType]()
+    for tensor in (one for shard in shards for one in shard.tensors if one.dtype.is_floating):
+        nbytes[tensor.dtype] += tensor.nbytes
+    return max(nbytes, key=nbytes.__getitem__, default=DType.F32)
+
+
+def _shards(tensors: Tensors, dtypes: Mapping[str, DType], nbytes_max: int) -> dict[str, list[str]]:
     """Return the names in each shard, split as huggingface_hub does.
 
     Source: huggingface_hub 1.0, ``serialization/_base.py``: in the order given; a tensor larger
@@ -238,7 +261,7 @@ def _shards(tensors: Tensors, target: DType, nbytes_max: int) -> dict[str, list[
     current: list[str] = []
     used = 0
     for name, tensor in tensors.items():
-        nbytes = tensor.numel * tensor.output_dtype(target).itemsize
+        nbytes = tensor.numel * dtypes[name].itemsize
         if nbytes > nbytes_max:
             shards.append([name])
             continue
@@ -255,10 +278,10 @@ def _shards(tensors: Tensors, target: DType, nbytes_max: int) -> dict[str, list[
 
 
 def _planned(
-    files: Mapping[str, Sequence[str]], tensors: Tensors, target: DType
+    files: Mapping[str, Sequence[str]], tensors: Tensors, dtypes: Mapping[str, DType]
 ) -> tuple[FilePlan, ...]:
     return tuple(
-        plan_file(file, {name: tensors[name] for name in names}, target)
+        plan_file(file, {name: tensors[name] for name in names}, dtypes)
         for file, names in files.items()
     )
 

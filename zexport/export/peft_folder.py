@@ -51,7 +51,11 @@ def peft_folder(inputs: Inputs) -> Folder:
                 check_plain((tensor,), inputs.base)
                 kept[name] = replace(tensor, module_dtype=checkpoint.cast_dtype)
                 from_base.append(qualified(filename, name))
-        shards.append(plan_file(filename, kept, target))
+        dtypes = {
+            name: one.output_dtype(target or one.module_dtype or one.dtype)
+            for name, one in kept.items()
+        }
+        shards.append(plan_file(filename, kept, dtypes))
         written |= {qualified(filename, name): tensor for name, tensor in kept.items()}
         warnings += _warnings(inputs, adapter, kept)
     findings = judge_base(

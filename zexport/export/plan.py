@@ -39,12 +39,19 @@ _BYTES_PER_SECOND = 1_000_000_000
 _MB = 1_000_000
 
 
-DTYPES = {
+DTYPES: dict[ExportDType | None, DType] = {
     ExportDType.FP32: DType.F32,
     ExportDType.BF16: DType.BF16,
     ExportDType.FP16: DType.F16,
 }
 """The values of ``--dtype`` that name a dtype."""
+
+
+def target_dtype(checkpoint: TrainingState, dtype: ExportDType | None) -> DType | None:
+    """Return the dtype of an export's floating-point tensors; ``None`` for each weight's own."""
+    own = checkpoint.module_dtype or DType.F32 if checkpoint.location.is_zero else None
+    return DTYPES.get(dtype, own)
+
 
 WEIGHTS_ONLY = "weights only: from_pretrained will not load this"
 SINGLE_FILE = "model.safetensors"
@@ -262,17 +269,11 @@ class ExportPlan(Struct, frozen=True):
         }
 
 
-def plan_file(filename: str, tensors: Tensors, target: DType | None) -> FilePlan:
+def plan_file(filename: str, tensors: Tensors, dtypes: Mapping[str, DType]) -> FilePlan:
     """Return the plan of a safetensors file: widest dtype first, then by name.
-
-    Without ``target``, each tensor has its dtype in the module.
 
     Source: safetensors 0.6, ``tensor.rs`` (``prepare``).
     """
-    dtypes = {
-        name: one.output_dtype(target or one.module_dtype or one.dtype)
-        for name, one in tensors.items()
-    }
     order = sorted(tensors.items(), key=lambda item: (-dtypes[item[0]].itemsize, item[0]))
     header, offsets = build_header([HeaderEntry(n, dtypes[n], one.shape) for n, one in order])
     planned = tuple(

@@ -23,12 +23,12 @@ from zexport.checkpoint.resolve import (
     list_tags,
     locate,
     location_of,
+    recorded_step,
     run_folder,
     runs_in,
 )
 from zexport.checkpoint.state import FileKind, Role, StoredTensor, TrainingState
 from zexport.checkpoint.zero.file_names import rank_files
-from zexport.checkpoint.zero.source import recorded_step
 from zexport.errors import AmbiguousTagError, UnsafeError, ZexportError
 from zexport.export.adapters import adapters_in, find_config, is_peft
 from zexport.export.peft import parse_name
@@ -223,7 +223,7 @@ def _inspect(paths: Sequence[Path], checkpoint: TrainingState, tag: str | None) 
     try:
         with reading(location.root, hint="Check its permissions"):
             parts = ((one.root, one.boundary) for one in checkpoint.parts)
-            missing = find_hf_files(location.root, None, location.boundary, parts).missing
+            missing = find_hf_files(location.model_dir, None, location.boundary, parts).missing
     except UnsafeError:
         raise
     except ZexportError as error:
@@ -245,7 +245,7 @@ def _inspect(paths: Sequence[Path], checkpoint: TrainingState, tag: str | None) 
         ),
         verdict=verdict,
         checkpoint=checkpoint,
-        weight_files=_weight_files(location, empty),
+        weight_files=_weight_files(checkpoint, empty),
         missing_model_files=missing,
         problems=tuple(problems),
         adapters=adapters,
@@ -361,11 +361,12 @@ def _folder_nbytes(location: Location) -> int:
 # --- weight files and adapters ---
 
 
-def _weight_files(location: Location, empty: Container[str]) -> tuple[WeightFile, ...]:
+def _weight_files(checkpoint: TrainingState, empty: Container[str]) -> tuple[WeightFile, ...]:
     """Return the weight files in the folder of the tag; ``empty`` tensors are no placeholders."""
-    paths = {path for pattern in _WEIGHT_PATTERNS for path in matching(location.root, pattern)}
+    location = checkpoint.location
+    paths = {path for pattern in _WEIGHT_PATTERNS for path in matching(location.model_dir, pattern)}
     found = []
-    for path in sorted(filter(is_file, paths)):
+    for path in sorted(filter(is_file, paths - {file.path for file in checkpoint.files})):
         location.boundary.check(path)
         file = WeightFile(path.name, version(path).nbytes)
         try:

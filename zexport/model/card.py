@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from zexport import __version__
+from zexport.checkpoint.resolve import Kind
 from zexport.checkpoint.state import TrainingState
 from zexport.model.hf_files import HfFiles
 from zexport.model.hub_cache import hub_id_of, is_hub_id
@@ -33,6 +34,11 @@ _TASKS = {
 }
 """Endings of class names, and the task of the Hub that they are for."""
 
+_ORIGINS = {
+    Kind.ZERO: "a DeepSpeed checkpoint",
+    Kind.FSDP: "an FSDP checkpoint",
+    Kind.ADAPTER: "a PEFT adapter",
+}
 _LICENSE = re.compile(r"[a-z][a-z0-9.-]{2,63}")
 
 
@@ -55,6 +61,8 @@ def model_card(
         trained_on: the base model, as an adapter names it.
     """
     steps, ranks, version = checkpoint.global_steps, checkpoint.ranks, checkpoint.ds_version
+    location = checkpoint.location
+    program = "DeepSpeed" if location.is_zero else location.framework.value
     step = "" if steps is None else f" after {steps - checkpoint.skipped_steps} steps"
     by = "" if ranks is None else f"{ranks} rank{'s' * (ranks != 1)} of "
     layout = f"{checkpoint.layout.removesuffix('checkpoint')} checkpoint".strip().replace("  ", " ")
@@ -66,10 +74,10 @@ def model_card(
         *_metadata(files, architecture, trained_on, is_adapter=is_adapter),
         "---",
         "",
-        f"# {title} from a DeepSpeed checkpoint",
+        f"# {title} from {_ORIGINS[checkpoint.location.kind]}",
         "",
         f"The weights are from the {layout} {where},",
-        f"written by {by}DeepSpeed{f' {_inline(version)}' if version else ''}{step} and",
+        f"written by {by}{program}{f' {_inline(version)}' if version else ''}{step} and",
         f"consolidated to {dtype.torch_name} by zexport {__version__}. "
         "`zexport_manifest.json` has a digest of every tensor;",
         "`zexport verify .` checks them.",

@@ -41,9 +41,13 @@ class ConfigFile(Struct, frozen=True):
 
     @property
     def architectures(self) -> tuple[str, ...]:
-        """Names of the model classes; a single one may be a bare string."""
+        """Names of the model classes; a single one may be a bare string.
+
+        FSDP2 names a wrapped class ``FSDPLlamaForCausalLM``, and verl saves that name (torch 2.13,
+        ``distributed/fsdp/_fully_shard/_fully_shard.py``).
+        """
         names = several(self.content.get("architectures"))
-        return tuple(name for name in names if isinstance(name, str) and name)
+        return tuple(one.removeprefix("FSDP") for one in names if isinstance(one, str) and one)
 
     @property
     def tables(self) -> dict[str, JsonObject]:

@@ -17,7 +17,7 @@ from zexport.monitor.snapshot import (
     StampState,
     model_of,
 )
-from zexport.options import AdapterMode, settle
+from zexport.options import AdapterMode, ExportDType, settle
 from zexport.report.json import ErrorInfo
 from zexport.storage.json import JsonObject, JsonReport, Natural
 from zexport.text import printable
@@ -331,6 +331,10 @@ def _is_adoptable(seen: Snapshot, export: Export) -> bool:
     return not is_other and (checkpoint is None or export.is_of(checkpoint))
 
 
+_DEFAULT_DTYPES = (ExportDType.FP32.value, ExportDType.AUTO.value)
+"""What a manifest records if no dtype was asked for: the second for FSDP."""
+
+
 def _other_options(export: Export | None, options: JsonObject) -> str:
     """Return the recorded options that differ from those of a new export, as text."""
     if export is None or not export.options:
@@ -338,5 +342,7 @@ def _other_options(export: Export | None, options: JsonObject) -> str:
     keys = (export.options.keys() | options.keys()) - _NOT_COMPARED
     if options.get("adapter") == AdapterMode.AUTO:  # the manifest has what that meant
         keys -= {"adapter"}
+    if options.get("dtype") is None and export.options.get("dtype") in _DEFAULT_DTYPES:
+        keys -= {"dtype"}
     other = [key for key in sorted(keys) if export.options.get(key) != options.get(key)]
     return ", ".join(f"{key} {export.options.get(key)}" for key in other)

@@ -247,6 +247,12 @@ def _place_of(path: Path, tag: str | None) -> Place:
         renamed = (pruned_name(path), pruned_name(path.parent) / path.name)
         path = next(filter(exists, renamed), path)
     location = locate(path, tag)
+    if not location.is_zero:
+        raise UnsupportedError(
+            "only checkpoints of DeepSpeed can be pruned",
+            path=location.tag_dir,
+            hint=DELETE_BY_HAND,
+        )
     folder = location.root if is_one_checkpoint(location) else location.tag_dir
     if folder == location.root and len(location.tags) > 1:
         raise UnsupportedError(

@@ -30,11 +30,11 @@ from zexport.checkpoint.resolve import (
     list_tags,
     locate,
     original_name,
+    recorded_step,
     run_folder,
 )
 from zexport.checkpoint.state import TrainingState
 from zexport.checkpoint.zero.file_names import MODEL_FILES, rank_files
-from zexport.checkpoint.zero.source import recorded_step
 from zexport.errors import CheckpointError, VerificationError, ZexportError
 from zexport.export.manifest import read_manifest
 from zexport.export.verify import find_edits
@@ -81,6 +81,9 @@ _ONE_CHECKPOINT = re.compile(
     r"(checkpoint|ckpt|(global_?)?step|iter(ation)?|epoch)s?[-_=]?\d.*", re.IGNORECASE
 )
 """Names of folders made for one checkpoint; a folder named by a number may be a run."""
+
+_RANK_FILE = re.compile(r"\.(pt|bin|distcp)$|(^|/)shard-[^/]*$")
+"""Not the base model's weights, which may have the names of files in a checkpoint."""
 
 _OWN_TAGS = (Framework.ZEXPORT, Framework.OPENRLHF)
 
@@ -190,16 +193,12 @@ class Export(Struct, frozen=True):
 
     def is_of(self, checkpoint: RunCheckpoint) -> bool:
         """Whether it was made from these rank files: names, sizes and times are equal."""
-        known = {
-            name.removeprefix("zero/"): (one.nbytes, one.mtime_ns)
-            for name, one in checkpoint.files.items()
-        }
-        sources = {  # with files of the folder around the tag, names begin with the tag
-            name if name in known else name.partition("/")[2]: version
-            for name, version in self.sources.items()
-        }
-        shared = sources.keys() & known.keys()
-        return bool(shared) and all(known[name] == sources[name] for name in shared)
+        known: dict[str, set[tuple[int, int]]] = {}
+        for path, one in checkpoint.files.items():
+            known.setdefault(_last(path), set()).add((one.nbytes, one.mtime_ns))
+        # Paths in the manifest may begin with the tag, or below it.
+        shared = {path: version for path, version in self.sources.items() if _last(path) in known}
+        return bool(shared) and all(v in known[_last(path)] for path, v in shared.items())
 
 
 class Snapshot(Struct, frozen=True):
@@ -333,6 +332,10 @@ class Scanner:
                     names |= self._once(path, state, partial(best_names, self._run, [one]))
                     models.add(model)
         return frozenset(names)
+
+
+def _last(path: str) -> str:
+    return path.rpartition("/")[2]
 
 
 def is_run(folder: Path) -> bool:
@@ -517,7 +520,7 @@ def _read_export(out: Path) -> Export:
     except VerificationError:
         return Export(out.name, edited=first_edit(out))
     step = as_table(manifest.provenance.get("checkpoint")).get("global_steps")
-    rank_files = (one for one in manifest.sources if one.path.endswith(".pt"))
+    rank_files = (one for one in manifest.sources if _RANK_FILE.search(one.path))
     return Export(
         name=out.name,
         step=step if isinstance(step, int) else None,

@@ -492,7 +492,7 @@ def _check_folders(run: Path, outs: Path, *, once: bool) -> None:
         is_one = exists(run) and is_tag_dir(run)
         if exists(run) and not is_one and len(tags := list_tags(run)) == 1:
             location = locate(run, tags[0])
-            is_one = not location.framework.keeps_runs and is_one_checkpoint(location)
+            is_one = not location.keeps_runs and is_one_checkpoint(location)
     if is_one:
         raise UsageError(
             "is one checkpoint of a run",

@@ -104,17 +104,18 @@ def plan_reshard(
 
     A recorded ``target`` replaces what the options say.
     """
+    if not checkpoint.location.is_zero:
+        raise UnsupportedError(
+            "only DeepSpeed checkpoints need resharding: torch reshards others when it loads them",
+            path=checkpoint.location.tag_dir,
+            found=checkpoint.layout,
+            expected="a DeepSpeed checkpoint",
+            hint="Load it on any number of ranks with the framework that saved it",
+        )
     target = target or decide_target(checkpoint, options)
     settings, given, warnings = target.settings, target.given, [*target.warnings]
     findings = raise_problems(checkpoint, options.allow)
     checkpoint = reshardable(checkpoint)
-    if not checkpoint.cells:
-        raise UnsupportedError(
-            "only DeepSpeed checkpoints can be resharded",
-            path=checkpoint.location.tag_dir,
-            found=checkpoint.layout,
-            hint="Load it with the framework that saved it, which reshards on loading",
-        )
     dropped = _dropped(checkpoint, options)
     files = _files(checkpoint, settings, dropped)
     jobs, chunk_nbytes = share_memory(options, files)

@@ -8,24 +8,29 @@ folder (transformers).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from zexport.checkpoint.adapter_folder import with_adapter_name
 from zexport.checkpoint.boxes import replicas_of
 from zexport.checkpoint.fsdp.dcp import METADATA, read_dcp
 from zexport.checkpoint.fsdp.rank_files import SHARD, read_rank_files, read_shards
 from zexport.checkpoint.fsdp.tree import NO_TREE, Joined, Keys, Tree, damaged, leaves
-from zexport.checkpoint.resolve import Location
 from zexport.checkpoint.state import (
     MASTER,
     MODULE,
     Cell,
+    CheckpointFile,
     Copy,
+    FileKind,
     Parameter,
     Role,
     StoredTensor,
+    Structure,
     TrainingState,
     by_role,
     stored_tensors,
@@ -42,13 +47,21 @@ from zexport.errors import (
 from zexport.formats.pickle_view import view
 from zexport.formats.torch_file import TorchFile, read_torch_file
 from zexport.storage.files import children, is_file, is_folder
+from zexport.storage.json import read_json_object
 from zexport.text import some
+
+if TYPE_CHECKING:
+    from zexport.checkpoint.resolve import Location
+    from zexport.ranges.reader import ReadableFile
+    from zexport.storage.symlink_policy import Boundary
 
 _NUMBER = r"(0|[1-9]\d{0,5})"
 _VERL = re.compile(rf"(model|optim|extra_state)_world_size_{_NUMBER}_rank_{_NUMBER}\.pt", re.ASCII)
 _ACCELERATE = re.compile(
     rf"(pytorch_model_fsdp|optimizer)(?:_{_NUMBER})?(?:_rank{_NUMBER})?(?:\.bin)?", re.ASCII
 )
+_STEP = re.compile(r"(?:global_)?step[-_]?(\d{1,18})", re.ASCII)
+_RANK = re.compile(r"(?:rank_?|__|shard-)(\d{1,6})", re.ASCII)
 _WHOLE = -1
 """In place of a rank: a DCP folder, or a file that one rank gathered."""
 
@@ -66,9 +79,28 @@ def holds_fsdp(folder: Path) -> bool:
     )
 
 
+def fsdp_step(folder: Path, boundary: Boundary) -> int | None:
+    """Return the step in the Trainer's state, or in a name such as ``global_step_100``."""
+    with suppress(ZexportError, OSError):
+        for holder in (folder, folder.parent):
+            path = holder / "trainer_state.json"
+            if is_file(path) and boundary.holds(path):
+                step = read_json_object(path).get("global_step")
+                return step if isinstance(step, int) else None
+            if match := _STEP.fullmatch(holder.name):
+                return int(match[1])
+    return None
+
+
 def open_fsdp(locations: Sequence[Location]) -> TrainingState:
     """Return the training state in a folder; what prevents using it is in ``problems``."""
     location, folder = locations[0], locations[0].tag_dir
+    if len(locations) > 1:
+        raise UnsupportedError(
+            "parts of an FSDP checkpoint in several folders cannot be joined",
+            path=folder,
+            hint="Copy the files of all nodes into one folder",
+        )
     model, optimizer, whole = NO_TREE, NO_TREE, Cell({})
     tensors: tuple[StoredTensor, ...] = ()
     problems: list[ZexportError] = []
@@ -88,10 +120,26 @@ def open_fsdp(locations: Sequence[Location]) -> TrainingState:
         tensors=tensors,
         replicas=() if problems else tuple(replicas_of(whole)),
         problems=tuple(problems),
+        structure=Structure.FSDP,
         world_size=model.world_size,
+        global_steps=fsdp_step(folder, location.boundary),
+        files=tuple(_files(files.values(), {file.path for file in model.files})),
         torch_files=tuple(files.values()),  # type: ignore[arg-type] # only their records are used
         notes=whole.notes,
     )
+
+
+def _files(files: Iterable[ReadableFile], needed: Container[Path]) -> Iterator[CheckpointFile]:
+    for file in files:
+        rank = _RANK.search(file.path.name)
+        yield CheckpointFile(
+            path=file.path,
+            kind=FileKind.SHARD,
+            rank=int(rank[1]) if rank else 0,
+            nbytes=file.version.nbytes,
+            needed=file.path in needed,
+            unknown_globals=(),
+        )
 
 
 def _trees(folder: Path) -> tuple[Tree, Tree]:
@@ -268,7 +316,7 @@ def _model_tree(
 
 def _names(paths: Iterable[Keys]) -> dict[Keys, str]:
     """Return the names of weights without the parts that wrappers insert."""
-    names = {keys: _unwrapped(keys[-1]) for keys in paths}
+    names = {keys: with_adapter_name(_unwrapped(keys[-1])) for keys in paths}
     if all(name.startswith("module.") for name in names.values()):  # DDP
         names = {keys: name.removeprefix("module.") for keys, name in names.items()}
     if (distinct := len({*names.values()})) < len(names):

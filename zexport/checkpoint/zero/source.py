@@ -65,7 +65,7 @@ def holds_checkpoint(folder: Path) -> bool:
     return any(map(parse_name, children(folder))) or bool(matching(folder / "zero", "*/fp32.pt"))
 
 
-def recorded_step(folder: Path, boundary: Boundary) -> int | None:
+def zero_step(folder: Path, boundary: Boundary) -> int | None:
     """Return the global step in a model states file; ``None`` if it cannot be read."""
     files = [one.path for one in rank_files(folder) if one.kind in MODEL_FILES]
     if not files or not boundary.holds(files[0]):
