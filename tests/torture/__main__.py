@@ -22,6 +22,7 @@ from tests.support.stopping import SHARDS, Job, four_shards
 from tests.torture.bucket_kills import every_bucket_kill
 from tests.torture.commands import Export, killed_at_random, make_checkpoint
 from tests.torture.kills import count_calls, killed_at, killed_workers
+from tests.torture.large import every_large
 from tests.torture.prunings import killed_prunings, killed_removals
 from tests.torture.refusals import FAULTS, every_fault
 from tests.torture.small_disk import every_size
@@ -65,6 +66,7 @@ def main() -> None:
         _check(
             "training moved to other ranks and stages", lambda: _moves(folder / "moves", options)
         )
+        _check("larger than 32 bits count", lambda: every_large(folder / "large"))
         _check("killed at every request to a bucket", lambda: every_bucket_kill(folder / "bucket"))
     _check("fuzzers", lambda: _fuzz("tests.fuzz", "--seconds", options.seconds))
     states = ("tests.fuzz", "states", "--plain", "--seconds", 1, "--inputs", options.states)
