@@ -77,11 +77,7 @@ def folder_of(case: Path, copy: Path) -> Path:
 
 
 def _open(case: Path, copy: Path) -> TrainingState:
-    folder = folder_of(case, copy)
-    if not holds_fsdp(folder):
-        return open_checkpoint(folder)
-    state = open_checkpoint(folder)
-    return state
+    return open_checkpoint(folder_of(case, copy))
 
 
 def _values(state: TrainingState) -> _Values:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from errno import ENOMEM
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -85,6 +86,18 @@ def test_resharding_continues_after_an_interrupt(tmp_path: Path) -> None:
     stale.write_bytes(b"of another plan")
     assert job.run().resumed
     assert files(job.out) == whole
+
+
+def test_finished_shards_are_kept_without_memory(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(ENOMEM, "Cannot allocate memory")
+
+    _stop(job)
+    with monkeypatch.context() as patch:
+        patch.setattr("zexport.export.stream.mmap", refused)
+        with pytest.raises(OSError, match="memory"):
+            job.run()
+    assert job.run().resumed
 
 
 @pytest.mark.parametrize("error", [VerificationError("bad"), DamagedCheckpointError("bad")])

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.stopping import Job
+from tests.torture.changes import every_change
 from tests.torture.faults import Calls, watched
-from tests.torture.kills import count_calls, killed_at, killed_workers
+from tests.torture.kills import count_calls, killed_at, killed_twice, killed_workers
+from tests.torture.memory import refused_memory
 from tests.torture.refusals import ALWAYS, FAULTS, Fault, every_fault
-from tests.torture.small_disk import every_size
+from tests.torture.small_disk import every_filling, every_size
 from zexport import DamagedCheckpointError
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -21,6 +23,11 @@ def test_killed_export_leaves_all_or_nothing(job: Job, whole: dict[str, bytes]) 
     count = count_calls(job).total()
     taken_over = [killed_at(job, at, whole) for at in range(1, count + 1, count // 9)]
     assert max(taken_over) > 0
+
+
+def test_killed_rerun_leaves_all_or_nothing(job: Job, whole: dict[str, bytes]) -> None:
+    count = count_calls(job).total()
+    assert killed_twice(job, count // 2, count // 5, whole) > 4
 
 
 def test_killed_workers_leave_all_or_nothing(job: Job, whole: dict[str, bytes]) -> None:
@@ -39,7 +46,22 @@ def test_disk_too_small_is_reported_before_a_byte_is_written(tmp_path: Path) -> 
     assert every_size(tmp_path, step=400)
 
 
-@pytest.mark.parametrize("change", ["cut", "touched", "replaced"])
+def test_disk_filled_by_another_process_is_refused_and_resumed(tmp_path: Path) -> None:
+    assert every_filling(tmp_path, step=29)
+
+
+def test_refused_memory_ends_with_an_error_and_is_resumed(
+    job: Job, whole: dict[str, bytes]
+) -> None:
+    found = refused_memory(job, whole, (1_000, 20_000, 57_000), (1 << 20, 9 << 20, 100 << 20))
+    assert {"refused", "exported"} <= {*found.split("'")}
+
+
+def test_source_replaced_by_another_of_its_size_is_never_mixed(tmp_path: Path) -> None:
+    assert every_change(tmp_path, step=71)
+
+
+@pytest.mark.parametrize("change", ["cut", "touched"])
 def test_source_that_changes_while_it_is_read_is_refused(job: Job, change: str) -> None:
     (source,) = job.source.glob("*/*rank_1_*optim*")
     with watched(Calls()) as before:
@@ -50,11 +72,8 @@ def test_source_that_changes_while_it_is_read_is_refused(job: Job, change: str) 
             return
         if change == "cut":
             os.truncate(source, source.stat().st_size // 3)
-        elif change == "touched":
-            os.utime(source)
         else:
-            source.with_name("new").write_bytes(bytes(source.stat().st_size))
-            source.with_name("new").rename(source)
+            os.utime(source)
 
     calls = Calls(act)
     with watched(calls), pytest.raises(DamagedCheckpointError, match=r"changed|too early|bytes"):

@@ -20,12 +20,14 @@ from tests.support.real_cases import FIXTURES
 from tests.support.resharding import any_move, departures
 from tests.support.stopping import SHARDS, Job, four_shards
 from tests.torture.bucket_kills import every_bucket_kill
+from tests.torture.changes import every_change
 from tests.torture.commands import Export, killed_at_random, make_checkpoint
-from tests.torture.kills import count_calls, killed_at, killed_workers
+from tests.torture.kills import count_calls, killed_at, killed_twice, killed_workers
 from tests.torture.large import every_large
+from tests.torture.memory import refused_memory
 from tests.torture.prunings import killed_prunings, killed_removals
 from tests.torture.refusals import FAULTS, every_fault
-from tests.torture.small_disk import every_size
+from tests.torture.small_disk import every_filling, every_size
 from zexport import ReshardOptions
 
 _MOVES_AT_ONCE = 100
@@ -47,6 +49,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="zexport-torture-") as scratch:
         folder = Path(scratch)
         _check("killed before every call of the system", lambda: _every_kill(folder / "kills"))
+        _check("rerun killed too", lambda: _every_second_kill(folder / "twice"))
         resharding = Job(_SOURCE, folder / "resharding" / "out", ReshardOptions(world_size=3))
         for what, job in {
             "folder": four_shards(folder / "parts"),
@@ -58,6 +61,9 @@ def main() -> None:
             )
         _check("every call refused, by every fault", lambda: _every_fault(folder / "faults"))
         _check("disks of every size", lambda: every_size(folder / "disk"))
+        _check("disk filled by another process", lambda: every_filling(folder / "full"))
+        _check("memory refused", lambda: _every_allocation(folder / "memory"))
+        _check("source changed at every third call", lambda: every_change(folder / "source", 3))
         _check(
             "commands ended at random moments", lambda: _random_kills(folder / "random", options)
         )
@@ -85,6 +91,19 @@ def _every_kill(folder: Path) -> str:
     resumed = [killed_at(job, at, whole) for at in range(1, count + 1)]
     shards = ", ".join(f"{resumed.count(n)} with {n}" for n in range(len(SHARDS) + 1))
     return f"{count} kills; reruns that took finished shards over: {shards}"
+
+
+def _every_second_kill(folder: Path) -> str:
+    job = four_shards(folder)
+    whole, count = job.made(), count_calls(job).total()
+    firsts = range(1, count + 1, count // 20)
+    kills = sum(killed_twice(job, first, 8, whole) for first in firsts)
+    return f"{kills} kills: at {len(firsts)} calls, and at every eighth of each rerun"
+
+
+def _every_allocation(folder: Path) -> str:
+    job = four_shards(folder)
+    return refused_memory(job, job.made(), range(100, 120_000, 100), range(0, 24 << 20, 256 << 10))
 
 
 def _worker_kills(job: Job, times: int, seed: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
+from itertools import count as counted
 from random import Random
 
 from tests.support.stopping import Job, files
@@ -29,6 +30,25 @@ def killed_at(job: Job, at: int, whole: dict[str, bytes]) -> int:
     assert files(job.out) == whole, f"killed at {at}: an incomplete folder, or other bytes"
     _clear(job)
     return resumed
+
+
+def killed_twice(job: Job, first: int, step: int, whole: dict[str, bytes]) -> int:
+    """Kill the job before a call, and its rerun before every ``step``-th; count all kills."""
+    kills, code = 0, -9
+    for second in counted(1 + first % step, step):
+        if code == 0:
+            break
+        for at in (first, second):
+            if not job.out.exists():
+                code = ended(forked(job.run, killing(at)))
+                kills += code == -9
+            assert code in (0, -9)
+            assert not job.out.exists() or files(job.out) == whole, f"half made: {first}, {second}"
+        if not job.out.exists():
+            job.run()
+        assert files(job.out) == whole, f"killed at {first} and {second}: other bytes"
+        _clear(job)
+    return kills
 
 
 def killed_workers(

@@ -16,7 +16,7 @@ import click
 
 from zexport import __version__
 from zexport.cli.output import prepare_streams, print_json
-from zexport.errors import OutputError, UsageError, ZexportError
+from zexport.errors import MemoryLimitError, OutputError, UsageError, ZexportError
 
 _INTERRUPTED = 130
 _BROKEN_PIPE = 1
@@ -113,6 +113,17 @@ def run(words: Sequence[str]) -> int:
         return _INTERRUPTED
     except BrokenPipeError:  # such as of `zexport inspect run | head -1`
         return _BROKEN_PIPE
+    except (MemoryError, OSError, RuntimeError) as error:
+        from zexport.storage.os_errors import lacks_memory
+
+        if not lacks_memory(error):
+            raise
+        refusal = MemoryLimitError(
+            "the system refuses more memory", hint="Free memory, raise its limit, or lower --jobs"
+        )
+        for note in getattr(error, "__notes__", []):
+            refusal.add_note(note)
+        return print_error(refusal, as_json=as_json)
     return code
 
 

@@ -38,7 +38,7 @@ from zexport.storage.files import (
 )
 from zexport.storage.local import rename, rename_durably, set_times
 from zexport.storage.locks import locked, locked_file, parents, with_suffix, workplaces
-from zexport.storage.os_errors import writing
+from zexport.storage.os_errors import lacks_memory, writing
 from zexport.text import some
 
 _OLDER = "older"
@@ -274,8 +274,8 @@ def abandon(folder: Path, error: BaseException) -> None:
 
     It may if the user or the system stopped the export, not if what was read or written is wrong.
     """
-    is_interrupt = not isinstance(error, Exception) or isinstance(error, MemoryError)
-    may_pass = is_interrupt or isinstance(error.__cause__, OSError)
+    is_interrupt = not isinstance(error, Exception)
+    may_pass = is_interrupt or lacks_memory(error) or isinstance(error.__cause__, OSError)
     with suppress(OSError):
         if not is_local(folder) and is_file(folder / MANIFEST_NAME):
             return  # another process published it

@@ -52,6 +52,15 @@ def may_pass(cause: BaseException | None) -> bool:
     return isinstance(cause, OSError) and cause.errno in _FALTERING
 
 
+def lacks_memory(error: BaseException) -> bool:
+    """Whether the system refused memory, for a thread too."""
+    return (
+        isinstance(error, MemoryError)
+        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+        or str(error) in ("can't start new thread", "can't allocate lock")
+    )
+
+
 def synced(descriptor: int, sync: Callable[[int], None] | None = None) -> None:
     """Flush a file to the disk with ``sync`` (default ``os.fsync``).
 
