@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 import struct
 from collections.abc import Callable
@@ -10,7 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Size
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
+import zexport
 from tests.fuzz.runner import run_plain
 from tests.fuzz.states import target_of
 from tests.support import fsdp_checkpoints
@@ -146,7 +157,7 @@ _SHARD = "shard-0000{}-model-00001-of-00001.safetensors"
 _DAMAGES = [
     ("fsdp2_dcp", _without(".metadata"), I, ".metadata is missing"),
     ("fsdp2_dcp", _without("__2_0.distcp"), I, "is missing"),
-    ("fsdp2_dcp", _truncated, D, "no directory at its end"),
+    ("fsdp2_dcp", _truncated, D, "ends early"),
     ("fsdp2_dcp", _flipped, D, "CRC-32"),
     ("fsdp2_dcp", _metadata(b"__1_0", b"../_0"), X, "cannot be in its folder"),
     ("fsdp2_dcp", _metadata(b"BytesStorageMetadata", b"EvilStorageMetadata!"), X, "Evil"),
@@ -178,3 +189,26 @@ def test_files_with_other_values_end_in_an_answer_or_an_error(
 ) -> None:
     figures = run_plain(target_of(checkpoints), tmp_path, seed=1, more=lambda number: number < 20)
     assert figures.accepted < figures.executions
+
+
+def test_metadata_of_a_thousand_ranks_opens_without_reading_their_files(tmp_path: Path) -> None:
+    ranks, names = 1000, [f"layers.{number}.experts" for number in range(24)]
+    tensors: dict[str, TensorStorageMetadata] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    for name in names:
+        chunks = [ChunkStorageMetadata(Size([n, 0]), Size([1, 8])) for n in range(ranks)]
+        properties = TensorProperties(dtype=torch.bfloat16)
+        tensors[name] = TensorStorageMetadata(properties, Size([ranks, 8]), chunks)
+        for rank in range(ranks):
+            place = _StorageInfo(f"__{rank}_0.distcp", len(places), 1000)
+            places[MetadataIndex(name, Size([rank, 0]), rank)] = place
+    for rank in range(ranks):
+        with (tmp_path / f"__{rank}_0.distcp").open("wb") as file:
+            file.truncate(len(places) + 1000)
+    metadata = Metadata(tensors, {}, places)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert [(one.name, one.shape) for one in opened(tmp_path).tensors] == [
+        (name, (ranks, 8)) for name in names
+    ]
+    with pytest.raises(DamagedCheckpointError, match="no directory at its end"):
+        zexport.consolidate(tmp_path, tmp_path / "out")

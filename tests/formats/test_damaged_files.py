@@ -255,7 +255,7 @@ def _tensor(
     [
         (b"K\x01", "ends early"),
         (b".", "missing value"),
-        (b"h\x05.", "never stored"),
+        (b"h\x05.", "missing value"),
         (b"X\x02\x00\x00\x00\xc3\x28.", "invalid text"),
         (b"Nq\x01.", "consecutively"),
         (b"}K\x01a.", "not a list"),

@@ -23,7 +23,7 @@ from zexport.formats.pickle_values import Global
 from zexport.formats.torch_file import TorchFile
 from zexport.ranges.compare import CastReplica, Replica
 from zexport.ranges.dtypes import DType, Shape
-from zexport.ranges.source import ByteSource
+from zexport.ranges.source import ByteSource, Unread
 from zexport.text import brief
 
 if TYPE_CHECKING:
@@ -253,7 +253,7 @@ def source_of(tensor: StoredTensor) -> ByteSource:
     if source is None or source.nbytes != tensor.numel * tensor.dtype.itemsize:
         # Opening has checked both: a bug, never the input's fault.
         raise AssertionError(f"{tensor.name} was bound to the wrong bytes")
-    return source
+    return source.source if isinstance(source, Unread) else source
 
 
 class FileKind(Enum):

@@ -15,7 +15,7 @@ from typing import Self
 
 from msgspec import Struct
 
-from zexport.checkpoint.state import FlatData, Role, StoredTensor, TrainingState
+from zexport.checkpoint.state import FlatData, Role, StoredTensor, TrainingState, source_of
 from zexport.errors import DamagedCheckpointError, UnsupportedError, raise_all
 from zexport.export.plan import ExportPlan, SourceFile, TensorPlan
 from zexport.findings import Finding, FindingKind, Findings
@@ -58,8 +58,8 @@ def account(checkpoint: TrainingState, exported: Iterable[StoredTensor]) -> Acco
     """
     flats = _FlatRanges(checkpoint.flats)
     counted = [t for t in checkpoint.tensors if t.role is Role.TRAINABLE or flats.hold(t.source)]
-    trained = {id(t.source): t for t in counted if t.source is not None}
-    used = _reached((tensor.source for tensor in exported), trained.keys())
+    trained = {id(source_of(t)): t for t in counted if t.source is not None}
+    used = _reached((source_of(t) for t in exported if t.source is not None), trained.keys())
     elsewhere = sum(t.numel for t in trained.values() if not flats.hold(t.source))
     result = Accounting(
         total=sum(flat.numel for flat in checkpoint.flats) + elsewhere,
@@ -85,9 +85,9 @@ def account(checkpoint: TrainingState, exported: Iterable[StoredTensor]) -> Acco
     return result
 
 
-def _reached(sources: Iterable[ByteSource | None], known: Set[int]) -> set[int]:
+def _reached(sources: Iterable[ByteSource], known: Set[int]) -> set[int]:
     """Return the ids in ``known`` of these sources and their constituents."""
-    waiting: list[ByteSource] = [source for source in sources if source is not None]
+    waiting = [*sources]
     seen: set[int] = set()
     while waiting:
         source = waiting.pop()
@@ -106,7 +106,7 @@ class _FlatRanges(ExtentIndex):
         self.itemsize = max((flat.dtype.itemsize for flat in flats), default=1)
 
     def hold(self, source: ByteSource | None) -> bool:
-        if source is None or not source.nbytes:
+        if source is None or not source.nbytes or not self.ranges:
             return False
         return self.find(next(iter(source.extents(0, 1)))) is not None
 

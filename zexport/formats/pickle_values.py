@@ -158,6 +158,10 @@ class TensorLeaf(Struct, frozen=True):
         return self.numel * self.dtype.itemsize
 
 
+class Row(Struct, frozen=True, gc=False):
+    """A small value in place of an object of which a pickle has many; see ``Rows``."""
+
+
 _HASHED = frozenset({str, int, float, bool, bytes, type(None), Global})
 
 
@@ -166,7 +170,7 @@ def as_key(value: object) -> object:
 
     Hashing nested tuples that share their items can take exponential time.
     """
-    if type(value) in _HASHED:
+    if type(value) in _HASHED or isinstance(value, Row):
         return value
     if isinstance(value, tuple) and len(value) <= _KEY_LENGTH_MAX:
         return value if all(type(one) in _HASHED for one in value) else OpaqueKey(value)
@@ -250,7 +254,8 @@ def _is_size(value: object) -> TypeGuard[int]:
     return type(value) is int and 0 <= value <= MAX_SIZE
 
 
-def _is_sizes(value: object, ndim: int | None = None) -> TypeGuard[Shape]:
+def is_sizes(value: object, ndim: int | None = None) -> TypeGuard[Shape]:
+    """Whether a value is a tuple of sizes that torch allows."""
     if not isinstance(value, tuple) or len(value) > MAX_NDIM:
         return False
     return ndim in (None, len(value)) and all(map(_is_size, value))
@@ -268,7 +273,7 @@ def _view(args: Args, dtype: DType | None = None) -> TensorRef | Opaque:
         case (StorageRef() as storage, offset, shape, stride, *_):
             if storage.dtype is None:
                 return Opaque(REBUILD_TENSOR, args)
-            if _is_size(offset) and _is_sizes(shape) and _is_sizes(stride, len(shape)):
+            if _is_size(offset) and is_sizes(shape) and is_sizes(stride, len(shape)):
                 numbers = _one(shape), _one(stride), offset
                 return TensorRef(dtype or storage.dtype, *numbers, storage)
     parts = [item for part in args[:4] for item in (part if isinstance(part, tuple) else (part,))]

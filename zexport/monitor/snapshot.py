@@ -35,7 +35,7 @@ from zexport.checkpoint.resolve import (
 )
 from zexport.checkpoint.state import TrainingState
 from zexport.checkpoint.zero.file_names import MODEL_FILES, rank_files
-from zexport.errors import CheckpointError, VerificationError, ZexportError
+from zexport.errors import AmbiguousTagError, CheckpointError, VerificationError, ZexportError
 from zexport.export.manifest import read_manifest
 from zexport.export.verify import find_edits
 from zexport.filenames import MANIFEST_NAME
@@ -367,7 +367,10 @@ def list_checkpoints(run: Path, boundary: Boundary) -> dict[str, RunCheckpoint]:
 
 def checkpoint_at(folder: Path, boundary: Boundary) -> RunCheckpoint:
     """Return the checkpoint in a folder, by what the folder lists."""
-    tag_dir = locate(folder, follow_symlinks=boundary.follow).tag_dir
+    try:
+        tag_dir = locate(folder, follow_symlinks=boundary.follow).tag_dir
+    except AmbiguousTagError:  # such as actor and critic; opening it reports that
+        tag_dir = folder
     saved = (path for path in leaves(tag_dir) if NOTE not in path.name)
     files = [path for path in saved if boundary.holds(path) and not is_folder(path)]
     versions = {path.relative_to(tag_dir).as_posix(): listed_version(path) for path in files}

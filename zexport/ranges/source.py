@@ -145,6 +145,23 @@ class Partitioned(Struct, frozen=True, gc=False):
         return self.sources
 
 
+class Unread(Struct, frozen=True, dict=True, eq=False):
+    """A source whose place in its files is read once it is needed."""
+
+    nbytes: int
+    read: Callable[[], ByteSource]
+
+    @cached_property
+    def source(self) -> ByteSource:
+        return self.read()
+
+    def extents(self, start: int, stop: int) -> Iterator[Extent]:
+        return self.source.extents(start, stop)
+
+    def constituents(self) -> tuple[ByteSource, ...]:
+        return (self.source,)
+
+
 def paths_of(sources: Iterable[ByteSource]) -> set[Path]:
     """Return the files that contain bytes of ``sources``."""
     found: set[Path] = set()

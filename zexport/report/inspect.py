@@ -129,7 +129,7 @@ def tag_row(tag: TagSummary) -> tuple[str, ...]:
         tag.name,
         "" if tag.step is None else f"{tag.step:,}",
         "" if tag.nbytes is None else size(tag.nbytes),
-        f"{tag.optimizer_files:,}{of} {state}".rstrip(),
+        f"{tag.optimizer_files:,}{of} {state}".rstrip() if tag.optimizer_files else state,
         "this one" if tag.chosen else "",
     )
 
