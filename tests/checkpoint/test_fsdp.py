@@ -43,7 +43,7 @@ pytestmark = pytest.mark.slow  # torch makes them on four ranks
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fsdp_checkpoints.made(tmp_path_factory.mktemp("fsdp"))
+    return fsdp_checkpoints.made(tmp_path_factory.mktemp("fsdp"), "fsdp2", "meshes", "fsdp1")
 
 
 def opened(folder: Path) -> TrainingState:

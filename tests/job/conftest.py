@@ -8,9 +8,9 @@ from tests.support.stopping import Job, four_shards
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Job:
-    """An export of four shards that share their records."""
-    return four_shards(tmp_path)
+def job(tmp_path: Path, request: pytest.FixtureRequest) -> Job:
+    """An export of four shards, of ZeRO unless a test is parametrized with ``BOTH``."""
+    return four_shards(tmp_path, fsdp=getattr(request, "param", "zero") == "fsdp")
 
 
 @pytest.fixture

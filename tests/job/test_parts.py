@@ -64,6 +64,7 @@ def _published(job: Job, count: int, numbers: Sequence[int]) -> list[str]:
     return [one for one in errors if one]
 
 
+@pytest.mark.parametrize("job", ["zero", "fsdp"], indirect=True)
 @pytest.mark.parametrize("count", [4, 7])
 def test_parts_in_any_order_give_the_bytes_of_one_process(
     job: Job, whole: dict[str, bytes], count: int
@@ -78,6 +79,7 @@ def test_parts_in_any_order_give_the_bytes_of_one_process(
     assert job.left() == {"out"}
 
 
+@pytest.mark.parametrize("job", ["zero", "fsdp"], indirect=True)
 def test_parallel_parts_and_twins_give_the_same_bytes(job: Job, whole: dict[str, bytes]) -> None:
     workers = [forked(lambda n=n: _error(lambda: job.part(n, 3)), Calls()) for n in (1, 2, 3) * 2]  # type: ignore[misc]
     assert {ended(worker) for worker in workers} == {0}

@@ -9,13 +9,15 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import zexport
 from tests.support.cli import run
-from zexport import MissingExtraError, UsageError
+from tests.support.stopping import SHARD_WORDS, Job, four_shards
+from zexport import MissingExtraError, ReshardOptions, UsageError
 from zexport.filenames import MANIFEST_NAME
 
 ROOT = Path(__file__).parents[2]
@@ -78,11 +80,17 @@ def _started_with_faults(
     return started, mark
 
 
-def test_parts_of_lost_and_failing_workers_are_written_again(tmp_path: Path) -> None:
-    words = ("reshard", CKPT, tmp_path / "ray", "-n", 3)
+@pytest.mark.parametrize("source", ["zero", "fsdp"])
+def test_parts_of_lost_and_failing_workers_are_written_again(source: str, tmp_path: Path) -> None:
+    if source == "zero":
+        job = Job(CKPT, tmp_path / "one", ReshardOptions(world_size=3))
+        words: tuple[object, ...] = ("reshard", CKPT, tmp_path / "ray", "-n", 3)
+    else:
+        job = replace(four_shards(tmp_path, fsdp=True), out=tmp_path / "one")
+        words = ("consolidate", job.source, tmp_path / "ray", *SHARD_WORDS)
     process, mark = _started_with_faults("killed stale", tmp_path, *words)
     _ended(process)
-    zexport.reshard(CKPT, tmp_path / "one", world_size=3)
+    job.run()
     assert all(mark.with_name(f"mark-{kind}").exists() for kind in ("killed", "stale"))
     assert _files(tmp_path / "ray") == _files(tmp_path / "one")
 

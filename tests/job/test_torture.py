@@ -19,6 +19,7 @@ from zexport import DamagedCheckpointError
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 
 
+@pytest.mark.parametrize("job", ["zero", "fsdp"], indirect=True)
 def test_killed_export_leaves_all_or_nothing(job: Job, whole: dict[str, bytes]) -> None:
     count = count_calls(job).total()
     taken_over = [killed_at(job, at, whole) for at in range(1, count + 1, count // 9)]

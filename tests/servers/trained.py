@@ -1,4 +1,4 @@
-"""Small models of many families, trained on two ranks with DeepSpeed, and LoRA adapters of some."""
+"""Small models of many families, trained on two ranks, and LoRA adapters of some."""
 
 from __future__ import annotations
 
@@ -45,6 +45,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "Qwen3-MoE": ("Qwen3Moe", {**_MOE, "norm_topk_prob": True}),
 }
+BY_FSDP = ("Llama, tied", "Gemma 3", "Phi-3")
+"""Trained with FSDP2; the others with DeepSpeed."""
+
 ADAPTED = ("Llama", "Qwen3", "Gemma 2", "Phi-3")
 
 
@@ -66,7 +69,10 @@ def new_model(family: str) -> Any:
 def train(rank: int, runs: Path) -> None:
     """Leave in ``runs`` a checkpoint of every family, and of some an adapter's and its base."""
     for number, family in enumerate(FAMILIES):
-        _train_one(new_model(family), runs / family, stage=1 + number % 3)
+        if family in BY_FSDP:
+            _train_by_fsdp(new_model(family), runs / family)
+        else:
+            _train_one(new_model(family), runs / family, stage=1 + number % 3)
     for family in ADAPTED:
         _adapt(rank, family, runs)
 
@@ -91,6 +97,31 @@ def _adapt(rank: int, family: str, runs: Path) -> None:
         config.save_pretrained(runs / f"{family} adapter")
 
 
+def _train_by_fsdp(model: Any, folder: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(STEPS):
+        _loss(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights, states = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=folder)
+    model.config.save_pretrained(folder)
+
+
+def _loss(model: Any, step: int) -> torch.Tensor:
+    """The loss of this rank's half of the step's batch."""
+    rows = torch.Generator().manual_seed(step)
+    rank = torch.distributed.get_rank()
+    tokens = torch.randint(VOCABULARY, (8, 16), generator=rows)[rank::2]
+    loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
+    return loss
+
+
 def _train_one(model: Any, folder: Path, stage: int) -> None:
     import deepspeed
     from torch import distributed
@@ -105,9 +136,7 @@ def _train_one(model: Any, folder: Path, stage: int) -> None:
     trained = [value for value in model.parameters() if value.requires_grad]
     engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=settings)
     for step in range(STEPS):
-        rows = torch.Generator().manual_seed(step)
-        tokens = torch.randint(VOCABULARY, (8, 16), generator=rows)[distributed.get_rank() :: 2]
-        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        engine.backward(_loss(engine, step))
         engine.step()
     engine.save_checkpoint(str(folder), tag="step")
     if distributed.get_rank() == 0:

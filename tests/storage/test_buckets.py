@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from contextlib import suppress
 from functools import partial
@@ -13,7 +14,7 @@ import obstore
 import pytest
 
 import zexport
-from tests.support import cli
+from tests.support import cli, fsdp_checkpoints
 from tests.support.buckets import BUCKET, REFUSED, Answer, Fault, Request, Server
 from tests.support.checkpoints import Model, Run, save, values
 from tests.support.refusing import forget_listings, refused_at_every
@@ -85,6 +86,31 @@ def test_data_moves_once_in_few_large_requests(
     assert server.get(prefix)["model.safetensors"] == near
     blocks = [near[at : at + BLOCK] for at in range(0, len(near), BLOCK)]
     assert {one.sha256 for one in parts} == {sha256(block).hexdigest() for block in blocks}
+
+
+@pytest.fixture(scope="module")
+def fsdp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fsdp_checkpoints.made(tmp_path_factory.mktemp("fsdp"), "fsdp2", "fsdp1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["fsdp2_dcp", "fsdp2_ranks", "fsdp2_safetensors"])
+def test_fsdp_in_a_bucket_is_what_it_is_on_a_disk(
+    form: str, fsdp: Path, out: str, prefix: str, server: Server, tmp_path: Path
+) -> None:
+    near = shutil.copytree(fsdp / form / "ckpt", tmp_path / "run" / "step-2")
+    far = server.put(tmp_path / "run", f"{prefix}/run")
+    zexport.consolidate(near, tmp_path / "near")
+    weights = (tmp_path / "near" / "model.safetensors").read_bytes()
+    for number in (2, 1):
+        zexport.consolidate_part(far, f"{out}/parts", zexport.Share(number, 2))
+    assert [*zexport.watch(far, f"{out}/watched", zexport.WatchOptions(once=True, interval_s=0.2))]
+    for place in ("parts", "watched/step-2"):
+        assert server.get(f"{prefix}/{place}")["model.safetensors"] == weights
+        assert zexport.verify_export(f"{out}/{place}", against=near.parent).ok
+    assert zexport.verify_export(tmp_path / "near", against=far).ok
+    assert zexport.diff_states(far, fsdp / "fsdp2_dcp" / "ckpt").is_equal
+    assert not zexport.diff_states(far, fsdp / "fsdp1_dcp" / "ckpt").is_equal
 
 
 # --- refusals while a checkpoint is read ---

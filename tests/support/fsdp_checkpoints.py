@@ -11,17 +11,20 @@ import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).parents[2]
 WORLD = 4
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+FAMILIES = {"Llama": {"tie_word_embeddings": True}, "Mixtral": {"num_local_experts": 3}}
+FAMILIES |= {"Qwen3Moe": _EXPERTS}
 
 
-def made(folder: Path) -> Path:
-    """The folder, with all checkpoints in it."""
-    command = [sys.executable, "-m", "tests.support.fsdp_checkpoints", str(folder)]
+def made(folder: Path, *kinds: str) -> Path:
+    """The folder, with all checkpoints in it, or those of some methods of ``_Maker``."""
+    command = [sys.executable, "-m", "tests.support.fsdp_checkpoints", str(folder), *kinds]
     done = subprocess.run(
         command, cwd=REPOSITORY, check=False, timeout=400, capture_output=True, text=True
     )
@@ -188,27 +191,54 @@ class _Maker:
         dcp.save(both, checkpoint_id=self.case("fsdp1_dcp", *whole))
         self.save_ranks(self.case("fsdp1_ranks", whole[0], {}), model, optimizer)
 
+    def families(self) -> None:
+        """Models of transformers, untrained, with their config, in three forms."""
+        import torch
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint import state_dict as api
+        from torch.distributed.fsdp import fully_shard
 
-def _rank(folder: Path, rank: int) -> None:
+        from tests.support.hf_models import tiny_config, tiny_model
+
+        for family, more in FAMILIES.items():
+            model = tiny_model(f"{family}ForCausalLM", tiny_config(family, **more))
+            model.config.architectures = [f"FSDP{family}ForCausalLM"]
+            fully_shard(model)
+            weights = api.get_model_state_dict(model)
+            dcp.save({"model": weights}, checkpoint_id=self.case(f"{family}_dcp", {}, {}))
+            to = self.case(f"{family}_ranks", {}, {})
+            torch.save(model.state_dict(), to / f"model_world_size_{WORLD}_rank_{self.rank}.pt")
+            to = self.case(f"{family}_safetensors", {}, {})
+            writer = dcp.HuggingFaceStorageWriter(str(to), save_distributed=True)
+            dcp.save({name: one.clone() for name, one in weights.items()}, storage_writer=writer)
+            for at in ("dcp/ckpt", "ranks/ckpt/huggingface", "safetensors/ckpt")[
+                self.rank :: WORLD
+            ]:
+                model.config.save_pretrained(self.folder / f"{family}_{at}")
+
+
+def _rank(folder: Path, rank: int, kinds: Sequence[str]) -> None:
     from torch import distributed
 
     distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/.group", rank=rank, world_size=WORLD
     )
     maker = _Maker(folder, rank)
-    maker.fsdp2()
-    maker.meshes()
-    maker.fsdp1()
+    for kind in kinds or ("fsdp2", "meshes", "fsdp1", "families"):
+        getattr(maker, kind)()
     distributed.barrier()
     distributed.destroy_process_group()
 
 
-def _main(folder: Path) -> None:
+def _main(folder: Path, *kinds: str) -> None:
     """Make them in forks of this process, which has imported torch."""
     import torch
     import torch.distributed.checkpoint
     import torch.distributed.fsdp
     import torch.distributed.tensor.parallel
+
+    if not kinds:
+        import tests.support.hf_models  # noqa: F401 - slow
 
     torch.set_num_threads(1)
     folder.mkdir(parents=True, exist_ok=True)
@@ -216,7 +246,7 @@ def _main(folder: Path) -> None:
     for rank in range(WORLD):
         if not (pid := os.fork()):
             try:
-                _rank(folder, rank)
+                _rank(folder, rank, kinds)
                 os._exit(0)
             except BaseException:
                 traceback.print_exc()
@@ -228,4 +258,4 @@ def _main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    _main(Path(sys.argv[1]))
+    _main(Path(sys.argv[1]), *sys.argv[2:])

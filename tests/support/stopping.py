@@ -10,12 +10,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch.distributed.checkpoint as dcp
+
 import zexport
 from tests.support.checkpoints import Model, Run, save, values
 from zexport import ExportOptions, NameLayout, ReshardOptions
 
 SHARDS = tuple(f"model-0000{n}-of-00004.safetensors" for n in range(1, 5))
 SHARD_NBYTES = 1_000_000
+SHARD_WORDS = ("--layout", "memory", "--max-shard-size", "1MB")
 
 
 @dataclass(frozen=True)
@@ -82,10 +85,14 @@ class Job:
         return {n for n in names if n.startswith(self.out.name) and not n.endswith(".lock")}
 
 
-def four_shards(folder: Path, seed: int = 0) -> Job:
-    """An export of four shards of one size, out of records that they share."""
+def four_shards(folder: Path, seed: int = 0, *, fsdp: bool = False) -> Job:
+    """An export of four shards of one size; those of ZeRO share their records."""
     layers = {f"layers.{n}.w": values((500, 500), seed + n) for n in range(4)}
-    root = save(Model([layers]), Run(stage=2), folder / "ckpt")
+    root = folder / "ckpt"
+    if fsdp:
+        dcp.save({"model": layers}, checkpoint_id=root, no_dist=True)
+    else:
+        save(Model([layers]), Run(stage=2), root)
     options = ExportOptions(layout=NameLayout.MEMORY, max_shard_nbytes=SHARD_NBYTES, jobs=2)
     return Job(root, folder / "out", options)
 

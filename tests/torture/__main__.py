@@ -48,7 +48,9 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="zexport-torture-") as scratch:
         folder = Path(scratch)
-        _check("killed before every call of the system", lambda: _every_kill(folder / "kills"))
+        for source in ("ZeRO", "FSDP"):
+            job = four_shards(folder / source, fsdp=source == "FSDP")
+            _check(f"{source}: killed before every call of the system", partial(_every_kill, job))
         _check("rerun killed too", lambda: _every_second_kill(folder / "twice"))
         resharding = Job(_SOURCE, folder / "resharding" / "out", ReshardOptions(world_size=3))
         for what, job in {
@@ -85,8 +87,7 @@ def _check(name: str, act: Callable[[], str]) -> None:
     print(f"{name}: {found} ({time.monotonic() - began:.0f} s)", flush=True)
 
 
-def _every_kill(folder: Path) -> str:
-    job = four_shards(folder)
+def _every_kill(job: Job) -> str:
     whole, count = job.made(), count_calls(job).total()
     resumed = [killed_at(job, at, whole) for at in range(1, count + 1)]
     shards = ", ".join(f"{resumed.count(n)} with {n}" for n in range(len(SHARDS) + 1))

@@ -12,12 +12,11 @@ from pathlib import Path
 import zexport
 from tests.support.buckets import BUCKET, Answer, Request, Server, serving
 from tests.support.refusing import forget_listings, refused_at_every
-from tests.support.stopping import Job, four_shards
+from tests.support.stopping import SHARD_WORDS, Job, four_shards
 from zexport import ReshardOptions
 from zexport.filenames import MANIFEST_NAME, RECEIPTS
 
 _REAL = Path(__file__).parents[2] / "fixtures" / "z2_w2_bf16_groups" / "ckpt"
-_SHARDS = ("--layout", "memory", "--max-shard-size", "1MB")
 
 
 def every_bucket_kill(folder: Path) -> str:
@@ -30,11 +29,14 @@ def every_bucket_kill(folder: Path) -> str:
     kills = refusals = 0
     with serving() as server:
         os.environ |= server.environment
-        for job, words in ((export, ("consolidate", *_SHARDS)), (resharding, ("reshard", "-n3"))):
+        for job, words in (
+            (export, ("consolidate", *SHARD_WORDS)),
+            (resharding, ("reshard", "-n3")),
+        ):
             act = _acting(job)
             refusals += refused_at_every(1, server, f"{words[0]}/refused", act)
             kills += _killed(server, job, words, act)
-        part = ("consolidate", *_SHARDS, "--part", "2/2")
+        part = ("consolidate", *SHARD_WORDS, "--part", "2/2")
         kills += _killed(server, export, part, _acting(export, 2), _acting(export, 1))
     return f"{kills} kills of 3 kinds of work, {refusals} refusals"
 

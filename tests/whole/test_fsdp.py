@@ -18,7 +18,6 @@ from tests.support import fsdp_checkpoints, fsdp_frameworks
 from tests.support.exports import export, invoke, manifest_of, mentions, refused, verify
 from tests.support.hf_models import load, tiny_config, tiny_model, write_run
 from tests.support.oracles import Tensors, differences
-from tests.support.stopping import files
 from zexport import EventKind, ExportOptions, UnsupportedError, WatchOptions, watch
 
 ONCE = WatchOptions(once=True, interval_s=0.2)
@@ -57,13 +56,44 @@ def test_export_equals_live_training(form: str, checkpoints: Path, tmp_path: Pat
     assert {file["kind"] for file in shown["checkpoint"]["files"]} == {"shard"}
 
 
-def test_weights_keep_their_own_dtypes(tmp_path: Path) -> None:
-    state = {"model": {"a": torch.randn(3).bfloat16(), "b": torch.randn(3)}}
-    dcp.save(state, checkpoint_id=tmp_path / "ckpt", no_dist=True)
-    export(tmp_path / "ckpt", tmp_path / "own")
-    assert differences(written(tmp_path / "own"), state["model"]) == []
-    export(tmp_path / "ckpt", tmp_path / "fp32", "--dtype", "fp32")
-    assert {one.dtype for one in written(tmp_path / "fp32").values()} == {torch.float32}
+def _saved(state: Tensors, form: str, folder: Path) -> Path:
+    """A checkpoint of one rank: a DCP folder or a rank file."""
+    if form == "dcp":
+        dcp.save({"model": state}, checkpoint_id=folder, no_dist=True)
+    else:
+        folder.mkdir()
+        torch.save(state, folder / "model_world_size_1_rank_0.pt")
+    return folder
+
+
+@pytest.mark.parametrize("form", ["dcp", "ranks"])
+def test_weights_keep_their_own_dtypes(form: str, tmp_path: Path) -> None:
+    dtypes = torch.bfloat16, torch.float32, torch.float64
+    cast = {str(one): torch.randn(3).to(one) for one in dtypes}
+    fp8 = [torch.randn(3, 2).to(one) for one in (torch.float8_e4m3fn, torch.float8_e5m2)]
+    others = [*fp8, torch.arange(3), torch.tensor(data=True), torch.randn(3) * 1j]
+    kept = {f"kept.{number}": one for number, one in enumerate(others)}
+    ckpt = _saved(cast | kept, form, tmp_path / "ckpt")
+    export(ckpt, tmp_path / "own")
+    assert differences(written(tmp_path / "own"), cast | kept) == []
+    export(ckpt, tmp_path / "fp32", "--dtype", "fp32")
+    found = {name: one.float() for name, one in cast.items()} | kept
+    assert differences(written(tmp_path / "fp32"), found) == []
+    wide = _saved({**cast, "c": torch.randn(3).cdouble()}, form, tmp_path / "wide")
+    refused(wide, tmp_path / "no", kind="unsupported", word="c'")
+
+
+@pytest.mark.parametrize("form", ["dcp", "ranks", "safetensors"])
+@pytest.mark.parametrize("family", fsdp_checkpoints.FAMILIES)
+def test_export_of_every_form_is_what_transformers_saves(
+    family: str, form: str, checkpoints: Path, tmp_path: Path
+) -> None:
+    config = tiny_config(family, **fsdp_checkpoints.FAMILIES[family])
+    tiny_model(f"{family}ForCausalLM", config).save_pretrained(tmp_path / "saved")
+    export(checkpoints / f"{family}_{form}" / "ckpt", tmp_path / "out")
+    found, saved = (load_file(tmp_path / one / "model.safetensors") for one in ("out", "saved"))
+    assert differences(found, saved) == []
+    assert load(tmp_path / "out")[1] == {}
 
 
 @pytest.mark.parametrize("form", ["SHARDED", "FULL"])
@@ -94,6 +124,7 @@ def test_run_of_verl_is_exported_with_its_config(tmp_path: Path) -> None:
     (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("2")
     export(tmp_path / "run", tmp_path / "out")
     assert manifest_of(tmp_path / "out")["checkpoint"]["global_steps"] == 2
+    verify(tmp_path / "out", "--against", tmp_path / "run")
     assert load(tmp_path / "out")[1] == {}
     assert "FSDP" not in (tmp_path / "out" / "config.json").read_text()
 
@@ -141,14 +172,6 @@ def _records(state: Any) -> Iterator[tuple[Path, Any]]:
                 yield file.path, record
 
 
-def test_parts_write_what_one_process_writes(checkpoints: Path, tmp_path: Path) -> None:
-    folder = checkpoints / "fsdp2_ranks" / "ckpt"
-    export(folder, tmp_path / "whole")
-    for part in ("2/2", "1/2"):
-        invoke("consolidate", folder, tmp_path / "parts", "--part", part, "--quiet")
-    assert files(tmp_path / "parts") == files(tmp_path / "whole")
-
-
 def test_other_commands_refuse_fsdp_with_the_reason(checkpoints: Path, tmp_path: Path) -> None:
     folder = checkpoints / "fsdp2_dcp" / "ckpt"
     export(folder, tmp_path / "out")
@@ -166,8 +189,8 @@ def test_names_of_torchtitan_need_the_memory_layout(tmp_path: Path) -> None:
     assert differences(written(tmp_path / "out"), state) == []
 
 
-def _adapted(base: Path, adapter: Path, **more: Any) -> Tensors:
-    """Save a base model and a LoRA adapter; return the weights that peft merges."""
+def _adapted(base: Path, adapter: Path, **more: Any) -> tuple[Tensors, Tensors]:
+    """Save a base model and a LoRA adapter; return the live weights, and as peft merges them."""
     import peft
 
     model = tiny_model("LlamaForCausalLM", tiny_config())
@@ -179,13 +202,13 @@ def _adapted(base: Path, adapter: Path, **more: Any) -> Tensors:
             if parameter.requires_grad:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     trained.save_pretrained(adapter)
-    merged: Tensors = trained.merge_and_unload().state_dict()
-    return merged
+    live = {name: one.clone() for name, one in trained.state_dict().items()}
+    return live, trained.merge_and_unload().state_dict()
 
 
 @pytest.mark.parametrize("more", [{}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}])
 def test_peft_folder_is_merged_as_peft_does(more: dict[str, Any], tmp_path: Path) -> None:
-    merged = _adapted(tmp_path / "base", tmp_path / "adapter", **more)
+    _, merged = _adapted(tmp_path / "base", tmp_path / "adapter", **more)
     export(tmp_path / "adapter", tmp_path / "out", "--base", tmp_path / "base")
     found = written(tmp_path / "out")
     assert found.keys() == merged.keys()
@@ -198,7 +221,7 @@ def test_peft_folder_is_merged_as_peft_does(more: dict[str, Any], tmp_path: Path
 
 def test_adapter_in_a_dcp_folder_is_kept_or_merged(tmp_path: Path) -> None:
     """As the Trainer saves it: adapter weights alone, without the adapter's name or config."""
-    merged = _adapted(tmp_path / "base", tmp_path / "adapter")
+    _, merged = _adapted(tmp_path / "base", tmp_path / "adapter")
     adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     own = {name: one for name, one in adapter.items() if ".lora_" in name}
     dcp.save({"model": own}, checkpoint_id=tmp_path / "ckpt", no_dist=True)
@@ -209,6 +232,25 @@ def test_adapter_in_a_dcp_folder_is_kept_or_merged(tmp_path: Path) -> None:
     export(tmp_path / "ckpt", tmp_path / "merged", *given, "--base", tmp_path / "base")
     for name, one in written(tmp_path / "merged").items():
         torch.testing.assert_close(one, merged[name], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("form", ["dcp", "ranks"])
+def test_adapter_with_a_value_head_is_merged_with_the_weights_of_the_run(
+    form: str, tmp_path: Path
+) -> None:
+    live, merged = _adapted(tmp_path / "base", tmp_path / "adapter", lora_alpha=3)
+    head = {"v_head.summary.weight": torch.randn(1, 16), "v_head.summary.bias": torch.randn(1)}
+    ckpt = _saved(live | head, form, tmp_path / "ckpt")
+    shutil.copy(tmp_path / "base" / "config.json", ckpt)
+    given: tuple[object, ...] = ("--adapter-config", tmp_path / "adapter")
+    if form == "ranks":  # verl has no configuration
+        given = ()
+        (ckpt / "lora_train_meta.json").write_text('{"r": 2, "lora_alpha": 3}')
+    export(ckpt, tmp_path / "out", "--adapter", "merge", *given)
+    for name, one in (merged | head).items():
+        torch.testing.assert_close(written(tmp_path / "out")[name], one, rtol=1e-6, atol=1e-7)
+    assert differences(load_file(tmp_path / "out" / "value_head.safetensors"), head) == []
+    assert load(tmp_path / "out")[1] == {}
 
 
 def test_weights_of_the_base_that_no_class_loads_are_kept_if_asked(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from zexport.checkpoint.open import Checkpoint, open_checkpoint
 from zexport.checkpoint.resolve import Location
 from zexport.checkpoint.state import TrainingState
 from zexport.errors import (
+    AmbiguousTagError,
     FrozenLeftOutError,
     NoSuchTagError,
     OtherTagError,
@@ -111,15 +112,22 @@ def _check_folder(out_dir: Path, *, follow_symlinks: bool) -> None:
 def _open_source(
     against: Checkpoint, manifest: Manifest, *, follow_symlinks: bool
 ) -> TrainingState:
-    tag = as_table(manifest.provenance.get("checkpoint")).get("tag")
+    recorded = as_table(manifest.provenance.get("checkpoint"))
+    tag, folder = recorded.get("tag"), recorded.get("folder")
     tag = tag if isinstance(tag, str) else None
     try:
         return open_checkpoint(against, tag=tag, follow_symlinks=follow_symlinks)
+    except AmbiguousTagError:  # verl: each checkpoint has the tag `actor`
+        runs = [against] if isinstance(against, Path | str) else against
+        steps = [place(run) / Path(str(folder)).parent.name for run in runs]
+        if not all(is_folder(step / str(tag)) for step in steps):
+            raise
+        return open_checkpoint(steps, tag=tag, follow_symlinks=follow_symlinks)
     except (NoSuchTagError, OtherTagError) as cause:
         raise NoSuchTagError(
             "is not the checkpoint that the export was made from",
             path=cause.path,
-            found=cause.found,
+            found=cause.path and cause.path.name if cause.found == tag else cause.found,
             expected=f"the tag {tag}",
             hint="Pass the checkpoint that it was made from, or its run",
         ) from cause

@@ -115,11 +115,12 @@ class DiffReport(Struct, frozen=True):
 
 
 class Weights(Struct, frozen=True):
-    """Tensors of one side by name, and the files that contain them."""
+    """Tensors of one side by name, the files that contain them, and tied names if known."""
 
     path: Path
     tensors: Mapping[str, StoredTensor]
     files: tuple[SourceFile, ...]
+    aliases: Mapping[str, str] = {}
 
     @property
     def has_placeholders(self) -> bool:
@@ -127,7 +128,9 @@ class Weights(Struct, frozen=True):
         return any(tensor.shape == (0,) for tensor in self.tensors.values())
 
     def tied(self) -> Mapping[str, str]:
-        """Return tied names, alias to source: from the manifest, or else from the model class."""
+        """Return tied names, alias to source: known, or of the manifest, or of the model class."""
+        if self.aliases:
+            return self.aliases
         manifest, config = self.path / MANIFEST_NAME, self.path / CONFIG
         if is_file(manifest) and (tied := as_table(read_json_object(manifest).get("tied"))):
             return {alias: str(source) for alias, source in tied.items()}

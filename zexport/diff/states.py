@@ -102,7 +102,7 @@ def _weights(checkpoint: TrainingState) -> Weights:
     """Return the weights as an fp32 export has them; a pruned checkpoint has no more."""
     tensors = {one.name: one for one in checkpoint.tensors}
     files = tuple(map(SourceFile.of, checkpoint.torch_files))
-    return Weights(checkpoint.location.tag_dir, tensors, files)
+    return Weights(checkpoint.location.tag_dir, tensors, files, checkpoint.aliases)
 
 
 def _weights_and_states(state: TrainingState) -> tuple[Weights, Weights]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from zexport.checkpoint.resolve import Kind
 from zexport.checkpoint.state import TrainingState
@@ -37,6 +37,9 @@ from zexport.text import some
 
 _DEFAULT = "default"
 """The adapter that peft saves without a folder of its own."""
+
+_META_OF_VERL = "lora_train_meta.json"
+"""Rank and alpha, which verl saves instead of a configuration."""
 
 _HEADS = frozenset({"classifier", "score", "qa_outputs"})
 """Modules that peft trains in full because of the task (0.21, ``peft_model.py``)."""
@@ -142,6 +145,8 @@ def choose_adapters(
     adapters = []
     for name in names:
         config = find_config(name, checkpoint, options, is_only=len(names) == 1)
+        if config and config.path.name == _META_OF_VERL:
+            config = _of_verl(config, names_of_adapter(stored.shapes, name).values())
         if config is None:
             raise NotACheckpointError(
                 f"no {ADAPTER_CONFIG} for adapter {name!r}",
@@ -152,6 +157,19 @@ def choose_adapters(
             )
         adapters.append(Adapter(name, config))
     return tuple(adapters)
+
+
+def _of_verl(config: AdapterConfig, parts: Iterable[PeftName]) -> AdapterConfig | None:
+    """Return the configuration that verl's own merger makes: LoRA of the modules with updates.
+
+    Source: verl 0.9, ``model_merger/base_model_merger.py`` (``save_lora_adapter``).
+    """
+    if config.r is None or config.lora_alpha is None:
+        return None
+    updated = {one.module for one in parts if one.attribute.startswith("lora_")}
+    targets = sorted({module.rpartition(".")[2] for module in updated})
+    content = {**config.content, "peft_type": "LORA", "target_modules": targets}
+    return structs.replace(config, content=content, peft_type="LORA", target_modules=targets)
 
 
 def find_config(
@@ -185,6 +203,10 @@ def _config_paths(
             location.boundary.including(place).check(path)
             if is_file(path):
                 yield path
+    meta = location.tag_dir / _META_OF_VERL
+    if location.kind is Kind.FSDP and is_file(meta):
+        location.boundary.check(meta)
+        yield meta
 
 
 def _checked(path: Path) -> Path:

@@ -36,6 +36,7 @@ from zexport.checkpoint.fsdp.tree import (
 )
 from zexport.checkpoint.state import MASTER, Role
 from zexport.checkpoint.zero.file_names import ranges
+from zexport.errors import UnsupportedError
 from zexport.formats.pickle_values import Global, Opaque, TensorRef
 from zexport.formats.pickle_view import PickleView, view
 from zexport.formats.safetensors import read_header
@@ -60,6 +61,9 @@ _KNOWN = (
 )
 SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors", re.ASCII)
 _REBUILD = Global("torch._tensor", "_rebuild_from_type_v2")
+_REBUILD_MODULE = "torch._utils"
+"""Has the functions that rebuild other tensors, such as complex128, quantized and sparse ones."""
+
 _BOXES_MAX = 1 << 12
 
 Runs = tuple[tuple[int, int], ...]
@@ -97,6 +101,13 @@ def read_rank_files(
         for keys, value in leaves(view(file, "state dict")).items():
             local = _local(PickleView(file.path, ".".join(keys), value), meshes)
             if local is None:
+                callee = getattr(value, "callee", None)
+                if not of_optimizer and getattr(callee, "module", "") == _REBUILD_MODULE:
+                    raise UnsupportedError(
+                        f"dtype or kind of tensor {'.'.join(keys)!r} is not supported",
+                        path=file.path,
+                        hint="Save it in another dtype",
+                    )
                 others.setdefault(keys, value)
                 continue
             parts.setdefault(keys, {})[rank] = local
