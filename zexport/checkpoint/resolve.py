@@ -464,8 +464,9 @@ def _in_root(root: Path, boundary: Boundary) -> Location:
         boundary.check(root / name)
         if (latest := read_latest(root, name)) is None:
             continue
-        if is_tag_dir(root / latest):
-            return location_of(root / latest, TagChoice.LATEST, boundary)
+        for tag_dir in (root / latest, pruned_name(root / latest)):
+            if is_tag_dir(tag_dir):
+                return location_of(tag_dir, TagChoice.LATEST, boundary)
         names = (*tags, *runs)
         raise CheckpointError(
             f"names the tag {latest!r}, which does not exist",

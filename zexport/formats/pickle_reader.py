@@ -38,7 +38,7 @@ from zexport.formats.pickle_values import (
 from zexport.storage.files import FileBytes
 
 MAX_PICKLE_NBYTES = 64 << 20
-MAX_OPCODES = 32_000_000  # a model of 100,000 tensors has about 4 million
+MAX_OPCODES = 48_000_000  # a model of 100,000 tensors has about 4 million
 MAX_NBYTES = 192 << 20
 """Memory that one pickle and its values may take, as ``Machine.charge`` estimates it.
 
