@@ -79,7 +79,7 @@ class Boxes(Struct, frozen=True):
             offset = sum(i * step for i, step in zip(piece.origin, stride, strict=True))
             tiles.append(Tile(piece.start, piece.shape, source, offset, stride))
             are_rows &= piece.shape[1:] == self.shape[1:] == piece.part.shape[1:]
-        if not are_rows:
+        if not are_rows and prod(self.shape) > 0:
             return Mosaic(self.shape, size, tuple(tiles))
         nbytes = [prod(tile.shape) * size for tile in tiles]
         return chained(
