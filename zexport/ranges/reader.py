@@ -246,10 +246,11 @@ class _OpenFiles:
         soft, _ = getrlimit(RLIMIT_NOFILE)
         own = _OPEN_FILES_MAX if soft == RLIM_INFINITY else (soft - _OTHER_DESCRIPTORS) // 2
         self._limit = min(max(own, _OPEN_FILES_MIN), _OPEN_FILES_MAX)
-        self.lasting: Mapping[Path, InputFile] = {}
+
+    @property
+    def lasting(self) -> Mapping[Path, InputFile]:
         """Files that stay open until the end: all, if the limit allows."""
-        if len(files) <= self._limit:
-            self.lasting = self._open_files
+        return self._open_files if len(self._files) <= self._limit else {}
 
     def take(self, path: Path) -> InputFile:
         """Return a file that stays open until ``give_back``."""
