@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -227,25 +226,6 @@ def test_replacement_that_is_killed_leaves_the_old_folder_or_the_new_one(job: Jo
         assert files(job.out) == whole
         assert job.left() == {"out"}
     assert found == {("out", True), ("out", False), ("out.replaced", True)}
-
-
-def test_files_folder_and_name_are_flushed(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[str] = []
-
-    def noted(sync: Callable[[int], None]) -> Callable[[int], None]:
-        def call(descriptor: int) -> None:
-            sync(descriptor)
-            synced.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
-
-        return call
-
-    for name in SYNCS:
-        monkeypatch.setattr(os, name, noted(getattr(os, name)))
-    job.run()
-    made = {str(job.partial / name) for name in files(job.out)}
-    assert {*synced} >= {*made, str(job.partial)}
-    assert synced[-1] == str(job.out.parent)
-    assert synced.index(str(job.out.parent)) > max(map(synced.index, made))
 
 
 # --- in the folder of a run ---

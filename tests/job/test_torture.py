@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from tests.torture.changes import every_change
 from tests.torture.faults import Calls, watched
 from tests.torture.kills import count_calls, killed_at, killed_twice, killed_workers
 from tests.torture.memory import refused_memory
+from tests.torture.power_loss import COMMANDS, Command, cut_everywhere
 from tests.torture.refusals import ALWAYS, FAULTS, Fault, every_fault
 from tests.torture.small_disk import every_filling, every_size
 from zexport import DamagedCheckpointError
@@ -28,7 +30,7 @@ def test_killed_export_leaves_all_or_nothing(job: Job, whole: dict[str, bytes]) 
 
 def test_killed_rerun_leaves_all_or_nothing(job: Job, whole: dict[str, bytes]) -> None:
     count = count_calls(job).total()
-    assert killed_twice(job, count // 2, count // 5, whole) > 4
+    assert killed_twice(job, count // 2, count // 3, whole) > 2
 
 
 def test_killed_workers_leave_all_or_nothing(job: Job, whole: dict[str, bytes]) -> None:
@@ -41,6 +43,12 @@ def test_refused_system_call_leaves_nothing_half_made(
 ) -> None:
     stopped = [*every_fault(job, fault, whole)]
     assert stopped[0] or fault.times < ALWAYS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", COMMANDS)
+def test_power_cut_leaves_all_or_nothing(tmp_path: Path, make: Callable[[Path], Command]) -> None:
+    assert cut_everywhere(make(tmp_path), count=20, step=5) > 30
 
 
 def test_disk_too_small_is_reported_before_a_byte_is_written(tmp_path: Path) -> None:

@@ -18,7 +18,14 @@ import zexport
 from tests.support.checkpoints import edit
 from tests.support.published import check
 from tests.support.stopping import SHARDS, Job, files, flip, four_shards
-from zexport import OutputError, ReshardOptions
+from zexport import (
+    CheckpointError,
+    OutputError,
+    ReshardOptions,
+    UnsafeError,
+    VerificationError,
+)
+from zexport.export.verify import find_edits
 from zexport.filenames import MANIFEST_NAME
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -84,6 +91,23 @@ def test_sound_export_has_no_problems(exported: Job) -> None:
     assert report.ok
     assert (report.files, report.tensors, report.against_checkpoint) == (6, 4, True)
     assert steps[-1].nbytes_done == steps[-1].nbytes_total
+    small = ("README.md", INDEX)
+    assert (report.by_manifest_alone, report.warnings, report.conclusion) == (small, (), "")
+    (note,) = report.notes
+    assert note.startswith("warning of the export: weights only")
+    assert report.origin == report.compared_with
+    assert report.origin is not None
+    assert (report.origin.folder, report.origin.step) == (f"{exported.source}/global_step2", 2)
+    alone = zexport.verify_export(exported.out)
+    assert (alone.against_checkpoint, alone.compared_with, alone.is_checkpoint) == (
+        False,
+        None,
+        False,
+    )
+    assert alone.by_manifest_alone == tuple(sorted([*small, *SHARDS]))
+    assert alone.origin is not None
+    assert (alone.origin.folder, alone.origin.step) == ("ckpt/global_step2", 2)
+    assert (alone.base, alone.conclusion) == (None, "")
 
 
 def test_manifest_has_the_digests_of_the_bytes_on_the_disk(exported: Job) -> None:
@@ -109,6 +133,11 @@ def _swap(out: Path) -> None:
     _relist(out, SHARDS[0])
 
 
+def _lose(out: Path) -> None:
+    save_file({"new": torch.zeros(1)}, out / SHARDS[0])
+    _relist(out, SHARDS[0])
+
+
 _TAMPERED: dict[str, tuple[Callable[[Path], object], tuple[str, str, str]]] = {
     "value": (lambda out: flip(out / SHARDS[1], -1), (SHARDS[1], W[1], OTHER_VALUES)),
     "header": (
@@ -130,6 +159,7 @@ _TAMPERED: dict[str, tuple[Callable[[Path], object], tuple[str, str, str]]] = {
     ),
     "another shape": (_swap, (SHARDS[0], W[0], OTHER_SHAPE)),
     "another tensor": (_swap, (SHARDS[0], "new", "is in the file but was not exported")),
+    "missing tensor": (_lose, (SHARDS[0], W[0], "was exported but is not in the file")),
 }
 
 
@@ -140,6 +170,51 @@ def test_tampering_is_reported(out: Path, what: str) -> None:
     found = _problems(out)
     assert any((file, of) == (name, tensor) and words in text for file, of, text in found)
     assert {file for file, *_ in found} <= {name, INDEX}
+
+
+def test_every_damaged_file_is_reported(out: Path) -> None:
+    (out / "README.md").unlink()
+    (out / SHARDS[0]).write_bytes(b"")
+    flip(out / SHARDS[2], -1)
+    assert {file for file, *_ in _problems(out)} == {"README.md", SHARDS[0], SHARDS[2]}
+
+
+def test_added_files_that_change_what_loads_are_named(out: Path) -> None:
+    for name in ("modeling_x.py", "notes.txt", "sub.json"):
+        (out / name).write_text("x")
+    report = zexport.verify_export(out)
+    assert report.ok
+    assert report.warnings == ("modeling_x.py was added to the export and may change what loads",)
+
+
+def test_edits_since_the_export_are_found_without_reading_shards(out: Path) -> None:
+    assert find_edits(out) == []
+    at, size = (out / SHARDS[0]).stat().st_mtime_ns, (out / SHARDS[0]).stat().st_size
+    flip(out / SHARDS[0], -1)
+    assert find_edits(out) == []  # as it was published, by size and time
+    os.truncate(out / SHARDS[0], size - 4)
+    os.utime(out / SHARDS[0], ns=(at, at))
+    flip(out / SHARDS[1], -1)
+    os.utime(out / SHARDS[1])
+    flip(out / "README.md", -1)
+    (out / INDEX).unlink()
+    (out / "more.txt").write_text("x")
+    assert {(one.file, one.problem) for one in find_edits(out) if not one.tensor} == {
+        (SHARDS[0], f"has {size - 4} bytes, {size} were written"),
+        (SHARDS[1], OTHER_BYTES),
+        ("README.md", OTHER_BYTES),
+        (INDEX, "was removed"),
+        ("more.txt", "was added"),
+    }
+    (out / MANIFEST_NAME).write_bytes((out / MANIFEST_NAME).read_bytes() + b" ")
+    assert [one.problem for one in find_edits(out)] == [
+        "is not what was written: its digest differs"
+    ]
+    (out / MANIFEST_NAME).unlink()
+    assert [one.file for one in find_edits(out)] == [MANIFEST_NAME]
+    report = zexport.verify_export(out)
+    assert (report.files, report.tensors, report.against_checkpoint) == (0, 0, False)
+    assert _problems(out) == {(MANIFEST_NAME, "", report.problems[0].problem)}
 
 
 def test_changed_line_of_a_manifest_is_reported(out: Path) -> None:
@@ -176,10 +251,30 @@ def test_other_values_in_the_checkpoint_are_reported(
         (shard, name, "has other values in the checkpoint than when exported")
         for shard, name in zip(SHARDS, W, strict=True)
     }
+    assert report.conclusion.startswith("4 of 4 tensors differ")
     assert "another run or step" in report.conclusion
     (out / SHARDS[0]).write_bytes(b"")
-    assert zexport.verify_export(out, against=other).conclusion == ""
+    report = zexport.verify_export(out, against=other)
+    assert report.conclusion == ""
+    assert {one.tensor for one in report.problems} == {"", *W}
+    _edit_json(out / MANIFEST_NAME, lambda table: table.pop("checkpoint"))
+    assert zexport.verify_export(out, against=other).origin is None
     assert not _problems(exported.out)
+
+
+def test_step_of_the_export_differs_from_the_checkpoint(exported: Job, out: Path) -> None:
+    change = {"global_steps": 9, "warnings": ["of the run"]}
+    _edit_json(out / MANIFEST_NAME, lambda table: table["checkpoint"].update(change))
+    report = zexport.verify_export(out, against=exported.source)
+    assert report.ok
+    assert report.warnings == ("the export is of step 9, the checkpoint of step 2",)
+    assert report.notes[0] == "warning of the export: of the run"
+    assert report.origin is not None
+    assert report.origin.step == 9
+    (out / MANIFEST_NAME).write_bytes((exported.out / MANIFEST_NAME).read_bytes())
+    _edit_json(out / MANIFEST_NAME, lambda table: table.pop("checkpoint"))
+    assert zexport.verify_export(out).origin is None
+    assert zexport.verify_export(out, against=exported.source).origin is not None
 
 
 def test_other_source_files_with_equal_tensors_are_reported(exported: Job, out: Path) -> None:
@@ -190,12 +285,43 @@ def test_other_source_files_with_equal_tensors_are_reported(exported: Job, out: 
     report = zexport.verify_export(out, against=exported.source)
     (problem,) = report.problems
     assert problem.problem.endswith("is not what was read for the export")
+    assert (problem.file, problem.tensor) == ("", "")
     assert "equal" in report.conclusion
     _edit_json(path, lambda table: table["sources"][0].update(path="other.pt"))
     assert {one.partition(".pt ")[2] for *_, one in _problems(out, exported.source)} == {
         "was not read for the export",
         "is not read any more",
     }
+    _edit_json(path, lambda table: table["tensors"][W[0]].update(blake3="00"))
+    report = zexport.verify_export(out, against=exported.source)
+    assert ({one.tensor for one in report.problems}, report.conclusion) == ({W[0]}, "")
+
+
+def test_folder_and_checkpoint_that_are_verified_are_checked_first(
+    exported: Job, out: Path, tmp_path: Path
+) -> None:
+    for path, words in ((tmp_path / "x", "does not exist"), (out / INDEX, "is not a folder")):
+        with pytest.raises(VerificationError, match=words):
+            zexport.verify_export(path)
+    (tmp_path / "shard").write_bytes((out / SHARDS[0]).read_bytes())
+    (out / SHARDS[0]).unlink()
+    (out / SHARDS[0]).symlink_to(tmp_path / "shard")
+    with pytest.raises(UnsafeError):
+        zexport.verify_export(out)
+    assert zexport.verify_export(out, follow_symlinks=True).ok
+    run = shutil.copytree(exported.source, tmp_path / "run")
+    shutil.copytree(run / "global_step2", run / "global_step4")
+    (run / "latest").write_text("global_step4")
+    report = zexport.verify_export(exported.out, against=run)
+    assert report.compared_with is not None
+    assert report.compared_with.folder.endswith("global_step2")  # the tag of the export
+    shutil.rmtree(run / "global_step2")
+    with pytest.raises(CheckpointError, match="is not the checkpoint that the export was made"):
+        zexport.verify_export(exported.out, against=run)
+    change = {"dtype": "fp4"}
+    _edit_json(out / MANIFEST_NAME, lambda table: table["options"].update(change))
+    with pytest.raises(VerificationError, match="records options that no export can have"):
+        zexport.verify_export(out, against=exported.source, follow_symlinks=True)
 
 
 # --- a resharded checkpoint ---
@@ -207,6 +333,7 @@ def test_tampering_with_a_resharded_checkpoint_is_reported(tmp_path: Path) -> No
     job.run()
     assert not _problems(job.out)
     assert not _problems(job.out, source)
+    assert zexport.verify_export(job.out).is_checkpoint
     path = next(job.out.glob("*/*rank_1_*optim*"))
     name, content = path.relative_to(job.out).as_posix(), path.read_bytes()
     state = torch.load(path, weights_only=False)["optimizer_state_dict"]
@@ -226,6 +353,21 @@ def test_tampering_with_a_resharded_checkpoint_is_reported(tmp_path: Path) -> No
     assert "has other values in the checkpoint than when exported" in {
         one[2] for one in _problems(job.out, other)
     }
+
+    other = shutil.copytree(source, tmp_path / "settings")
+    for rank in range(2):
+        edit(next(other.glob(f"*/*rank_{rank}_*optim*")), _change_settings)
+    problems = _problems(job.out, other)
+    settings = "has other settings, or other values than tensors, in the checkpoint"
+    assert {one[1:] for one in problems if "source" not in one[2]} == {("", settings)}
+    assert {name for name, *_ in problems if name} == {
+        path.relative_to(job.out).as_posix() for path in job.out.glob("*/*optim*")
+    }
+
+
+def _change_settings(state: dict[str, Any]) -> None:
+    for group in state["optimizer_state_dict"]["base_optimizer_state"]["param_groups"]:
+        group["weight_decay"] = 0.125
 
 
 def _add_to_states(state: dict[str, Any]) -> None:

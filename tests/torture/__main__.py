@@ -25,6 +25,7 @@ from tests.torture.commands import Export, killed_at_random, make_checkpoint
 from tests.torture.kills import count_calls, killed_at, killed_twice, killed_workers
 from tests.torture.large import every_large
 from tests.torture.memory import refused_memory
+from tests.torture.power_loss import every_cut
 from tests.torture.prunings import killed_prunings, killed_removals
 from tests.torture.refusals import FAULTS, every_fault
 from tests.torture.small_disk import every_filling, every_size
@@ -71,6 +72,7 @@ def main() -> None:
         )
         _check("prunings killed anywhere", lambda: f"{killed_prunings(folder / 'prune')} kills")
         _check("removals killed anywhere", lambda: f"{killed_removals(folder / 'watch')} kills")
+        _check("power lost at any moment", lambda: every_cut(folder / "power"))
         _check(
             "training moved to other ranks and stages", lambda: _moves(folder / "moves", options)
         )

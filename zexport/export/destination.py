@@ -33,6 +33,7 @@ from zexport.storage.files import (
     open_output,
     read_whole,
     remove,
+    remove_durably,
     sync_path,
     write_durably,
 )
@@ -219,7 +220,7 @@ class LocalFolder(Destination):
     def _discard(self, warn: Callable[[str], None]) -> None:
         try:
             if exists(self._replaced):
-                remove(self._replaced)
+                remove_durably(self._replaced)
         except OSError as cause:
             warn(f"{self._replaced}: cannot be removed ({cause.strerror}). Remove it yourself")
 
@@ -285,4 +286,4 @@ def abandon(folder: Path, error: BaseException) -> None:
             shards = f"{len(finished)} finished shard{'s' * (len(finished) > 1)}"
             error.add_note(f"Kept {shards} in {folder}. Run the same command to continue.")
         elif exists(folder):
-            remove(folder)
+            remove_durably(folder)

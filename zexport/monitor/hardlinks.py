@@ -24,6 +24,8 @@ from zexport.storage.files import (
     make_folder,
     real,
     remove,
+    subfolders,
+    sync_path,
 )
 from zexport.storage.local import hard_link, rename, symlink
 from zexport.storage.os_errors import writing
@@ -66,6 +68,8 @@ def keep(checkpoint: RunCheckpoint, outs: Path, boundary: Boundary) -> RunCheckp
     with writing(own):
         make_folder(links.parent)
         release(links)
+        for folder, _ in subfolders(unfinished):  # a link that is lost would go unnoticed
+            sync_path(folder)
         rename(unfinished, links)
     folder = links / run.name / checkpoint.name
     tag_dir = folder / checkpoint.tag_dir.relative_to(checkpoint.folder)

@@ -45,7 +45,7 @@ from zexport.storage.files import (
     is_link,
     leaves,
     make_folder,
-    remove,
+    remove_durably,
     subfolders,
     sync_path,
     version,
@@ -288,7 +288,7 @@ def discard(place: Place) -> None:
     """Remove the working folder."""
     with writing(place.work):
         if exists(place.work):
-            remove(place.work)
+            remove_durably(place.work)
 
 
 def changed_meanwhile(path: Path) -> CheckpointError:

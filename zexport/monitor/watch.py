@@ -69,7 +69,7 @@ from zexport.storage.files import (
     write_durably,
 )
 from zexport.storage.json import JsonObject, values_of
-from zexport.storage.local import rename
+from zexport.storage.local import rename_durably
 from zexport.storage.location import place
 from zexport.storage.locks import is_being_written, locked_file
 from zexport.storage.os_errors import reading, writing
@@ -298,7 +298,7 @@ class _Watch(Struct):
                 write_stamp(self.outs, name, changed(stamp, state=StampState.REMOVED))
                 if is_local(out):
                     release(away)
-                    rename(out, away)
+                    rename_durably(out, away)
                 else:
                     write_durably(away, b"")
                     remove(out / MANIFEST_NAME)

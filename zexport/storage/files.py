@@ -138,6 +138,12 @@ def remove(*paths: Path) -> None:
         storage_of(paths[0]).delete([*paths])
 
 
+def remove_durably(folder: Path) -> None:
+    """Remove a folder and flush that, before its lock goes, which marks the folder as ours."""
+    remove(folder)
+    sync_path(folder.parent)
+
+
 def version(path: Path) -> Version:
     return storage_of(path).version(path)
 

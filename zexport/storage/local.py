@@ -11,6 +11,7 @@ import stat
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import IO, TypeVar
 
@@ -74,7 +75,7 @@ class LocalStorage(Storage[Path]):
 
     def put(self, path: Path, content: bytes, *, is_new: bool) -> None:  # noqa: ARG002
         fresh = path.with_name(f".{path.name}.new")
-        path.parent.mkdir(parents=True, exist_ok=True)
+        self.make_folder(path.parent)
         try:
             fresh.write_bytes(content)
             self.sync(fresh)
@@ -93,7 +94,10 @@ class LocalStorage(Storage[Path]):
                 path.unlink()
 
     def make_folder(self, path: Path) -> None:
+        missing = [*takewhile(lambda one: not one.exists(), (path, *path.parents))]
         path.mkdir(parents=True, exist_ok=True)
+        for folder in missing:  # to flush a folder does not flush its own name
+            self.sync(folder.parent)
 
     def sync(self, path: Path) -> None:
         descriptor = steadily(lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC))

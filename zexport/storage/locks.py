@@ -15,7 +15,7 @@ from pathlib import Path
 from zexport.errors import OutputError, ZexportError
 from zexport.filenames import MANIFEST_NAME, RECEIPTS
 from zexport.storage import local
-from zexport.storage.files import exists, is_file, is_folder, is_local, make_folder
+from zexport.storage.files import exists, is_file, is_folder, is_local, make_folder, sync_path
 from zexport.storage.os_errors import writing
 from zexport.text import shell_word
 
@@ -102,6 +102,8 @@ def locked(target: Path, *, seconds: float = _LOCK_SECONDS) -> Iterator[None]:
             )
     lock = _take(path, target, "another export is writing this folder", seconds)
     try:
+        with writing(path):
+            sync_path(path.parent)
         yield
     finally:
         local.unlock(lock, None if any(place.exists() for place in places) else path)
