@@ -20,7 +20,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -
 # Write bytecode: the tests start hundreds of short processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-buckets test-browser test-servers coverage check fix docs release bench torture fixtures clean
+.PHONY: demo test test-buckets test-browser test-servers coverage check fix docs release bench torture mutants fixtures clean
 
 # --timeout and --retries: wait at most half a minute for an unreachable index.
 $(FOR_DEMO): pyproject.toml
@@ -114,6 +114,10 @@ bench: $(STAMP)       ## speed and memory, compared with cp and DeepSpeed's scri
 
 torture: $(STAMP)     ## kills, refusals, full disks and fuzzing at length; TORTURE="--seconds 600 --kills 1000"
 	$(BIN)/python -m tests.torture $(TORTURE)
+
+mutants: $(STAMP)     ## change the modules that prove and remove at one place at a time; prints what no test notices
+	$(PIP) mutmut==3.8.1
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants $(MODULES)
 
 fixtures: $(STAMP)    ## make the small checkpoints of fixtures/ again, with real DeepSpeed
 	set -e; for script in fixtures/make*.py; do $(BIN)/python $$script; done

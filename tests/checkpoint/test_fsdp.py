@@ -43,7 +43,7 @@ pytestmark = pytest.mark.slow  # torch makes them on four ranks
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fsdp_checkpoints.made(tmp_path_factory.mktemp("fsdp"), "fsdp2", "meshes", "fsdp1")
+    return fsdp_checkpoints.shared(tmp_path_factory)
 
 
 def opened(folder: Path) -> TrainingState:
@@ -160,6 +160,8 @@ _DAMAGES = [
     ("fsdp2_dcp", _truncated, D, "ends early"),
     ("fsdp2_dcp", _flipped, D, "CRC-32"),
     ("fsdp2_dcp", _metadata(b"__1_0", b"../_0"), X, "cannot be in its folder"),
+    ("fsdp2_dcp", _metadata(b"__1_0", rb"..\_0"), X, "cannot be in its folder"),
+    ("fsdp2_dcp", _metadata(b"float32", b"float64"), D, "differs from its description"),
     ("fsdp2_dcp", _metadata(b"BytesStorageMetadata", b"EvilStorageMetadata!"), X, "Evil"),
     ("fsdp2_ranks", _without("model_world_size_4_rank_3.pt"), I, "ranks 0-2"),
     ("fsdp2_ranks", _swap_files, D, "another rank"),

@@ -116,6 +116,11 @@ def of_parameters(state: State) -> Any:
     return root.get("base_optimizer_state") or root["optimizer_state_dict"]
 
 
+def in_16_bits(state: State) -> None:
+    flats = state["optimizer_state_dict"]["single_partition_of_fp32_groups"]
+    flats[:] = [one.half() for one in flats]
+
+
 def other_step(state: State) -> None:
     for one in of_parameters(state)["state"].values():
         one["step"] = torch.tensor(77.0)
@@ -130,6 +135,7 @@ RANKS = [
     (Z2, update(O1, "optimizer_state_dict", partition_count=[3]), D, "partition"),
     (Z2, update(O1, "optimizer_state_dict", zero_stage=1), D, "stage"),
     (Z2, edit(O1, other_step), D, "optimizer step"),
+    (Z2, edit(O1, in_16_bits), D, "do not have one floating-point dtype"),
     (Z3, update(M1, dp_world_size=3), D, "size"),
     (T2, gone("*mp_rank_01_optim*"), I, "mp_rank_01_optim"),
 ]

@@ -10,6 +10,7 @@ import zipfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,15 +26,19 @@ from zexport import (
     IncompleteCheckpointError,
     OutputError,
     ReshardOptions,
+    TrainingState,
     UnsupportedError,
     UsageError,
     VerificationError,
+    ZexportError,
     consolidate,
     open_checkpoint,
     plan_reshard,
     prune,
     verify_export,
 )
+from zexport.monitor import strip
+from zexport.monitor.strip import Place
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 CASES = (
@@ -61,7 +66,9 @@ def test_pruned_checkpoint_exports_the_same_weights(case: str, tmp_path: Path) -
     done = prune(old, tmp_path / "out")
     pruned = tmp_path / "run" / "pruned-checkpoint-2"
     assert (done.pruned, done.nbytes_freed) == (pruned, dry.nbytes_freed)
-    assert 0 < done.nbytes_freed < done.nbytes_before
+    left = sum(one.stat().st_size for one in pruned.rglob("*") if one.name != "zexport_pruned.json")
+    folders = sum(one.stat().st_size for one in pruned.rglob("*") if one.is_dir())
+    assert 0 < done.nbytes_freed == done.nbytes_before - left + folders
     assert not old.exists()
     assert tensors_of(pruned, tmp_path / "scratch") == before
     assert verify_export(tmp_path / "out", against=pruned).ok
@@ -331,6 +338,43 @@ def test_checkpoint_that_changes_meanwhile_stays(
     (old / "notes.txt").unlink()
     assert state_of(tmp_path / "run") == before
     assert not [*old.parent.glob("pruned-checkpoint-2")]
+
+
+def _flip_in_a_new_file(place: Place) -> None:
+    path = next(place.tag_in(place.new).glob("*_optim_states.pt"))
+    with zipfile.ZipFile(path) as content:
+        largest = max(content.infolist(), key=lambda one: one.file_size)
+    data = bytearray(path.read_bytes())
+    data[largest.header_offset + largest.file_size // 2 + 64] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_flip_in_a_new_file, "differ"),
+        (lambda place: shutil.rmtree(place.folder.with_name("checkpoint-4")), "newest complete"),
+    ],
+)
+def test_nothing_is_removed_unless_the_new_files_and_the_run_still_allow_it(
+    change: Callable[[Place], None],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    old = trainers_run(tmp_path / "run")
+    consolidate(old, tmp_path / "out")
+    before, build = state_of(old), strip.build
+
+    def build_and_change(opened: TrainingState, place: Place, *rest: Any) -> None:
+        build(opened, place, *rest)
+        change(place)
+
+    monkeypatch.setattr("zexport.monitor.prune.build", build_and_change)
+    with pytest.raises(ZexportError, match=words):
+        prune(old, tmp_path / "out")
+    assert state_of(old) == before
+    assert not (tmp_path / "run" / "pruned-checkpoint-2").exists()
 
 
 def test_parts_on_several_nodes_are_pruned_together(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_data_moves_once_in_few_large_requests(
 
 @pytest.fixture(scope="module")
 def fsdp(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fsdp_checkpoints.made(tmp_path_factory.mktemp("fsdp"), "fsdp2", "fsdp1")
+    return fsdp_checkpoints.shared(tmp_path_factory)
 
 
 @pytest.mark.slow

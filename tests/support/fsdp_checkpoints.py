@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -13,7 +14,10 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 WORLD = 4
@@ -29,6 +33,18 @@ def made(folder: Path, *kinds: str) -> Path:
         command, cwd=REPOSITORY, check=False, timeout=400, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+    return folder
+
+
+def shared(factory: pytest.TempPathFactory) -> Path:
+    """The folder with all checkpoints, which the test processes make once."""
+    base = factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folder = base / "fsdp"
+    with (base / "fsdp.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            made(base / "fsdp.new").rename(folder)
     return folder
 
 

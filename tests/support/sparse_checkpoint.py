@@ -33,7 +33,7 @@ class Hole:
 
     @property
     def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
+        return self.numel * int(self.dtype.itemsize)
 
     def marked(self) -> list[tuple[int, bytes]]:
         """Bytes that are not holes, by offset."""

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 from tests.support.framework_runs import FrameworkRun, train
@@ -110,6 +111,30 @@ def test_commands_of_a_framework_page_export_the_trained_weights(page: str, tmp_
     truth = load_file(TRAINED / "truth.safetensors")
     for model in MODELS.get(page, ("model",)):
         assert differences(weights(tmp_path / model), rounded(truth)) == []
+
+
+def save_dcp(truth: Tensors, folder: Path) -> None:
+    dcp.save({"model": truth}, checkpoint_id=folder / "run/checkpoint-9/pytorch_model_fsdp_0")
+
+
+def save_as_verl(truth: Tensors, folder: Path) -> None:
+    actor = folder / "checkpoints/global_step_3/actor"
+    shutil.copytree(folder / "base", actor / "huggingface")
+    torch.save(truth, actor / "model_world_size_1_rank_0.pt")
+    (folder / "checkpoints/latest_checkpointed_iteration.txt").write_text("3")
+
+
+FSDP = {"from/fsdp.md": save_dcp, "from/verl.md": save_as_verl}
+
+
+@pytest.mark.parametrize("page", FSDP)
+def test_commands_of_fsdp_pages_export_the_saved_weights(page: str, tmp_path: Path) -> None:
+    truth = load_file(TRAINED / "truth.safetensors")
+    write_base(tmp_path)
+    FSDP[page](truth, tmp_path)
+    typed(page, tmp_path)
+    assert differences(weights(tmp_path / "model"), truth) == []
+    assert_loads(tmp_path / "model")
 
 
 @pytest.mark.parametrize("page", ["index.md", "faq.md", "watch.md"])
@@ -238,4 +263,4 @@ def test_framework_resumes_on_other_ranks(
 
 def test_every_framework_page_is_run() -> None:
     pages = {f"from/{path.name}" for path in (DOCS / "from").glob("*.md")}
-    assert pages == {*FOLDERS, *(f"from/{page}.md" for page in LIVE)}
+    assert pages == {*FOLDERS, *FSDP, *(f"from/{page}.md" for page in LIVE)}

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow  # torch makes them on several ranks
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fsdp_checkpoints.made(tmp_path_factory.mktemp("fsdp"))
+    return fsdp_checkpoints.shared(tmp_path_factory)
 
 
 def written(out: Path) -> Tensors:
@@ -96,8 +96,7 @@ def test_export_of_every_form_is_what_transformers_saves(
     assert load(tmp_path / "out")[1] == {}
 
 
-@pytest.mark.parametrize("form", ["SHARDED", "FULL"])
-@pytest.mark.parametrize("framework", ["accelerate", "trainer"])
+@pytest.mark.parametrize(("framework", "form"), [("accelerate", "FULL"), ("trainer", "SHARDED")])
 def test_folder_of_a_framework_loads_as_the_live_model(
     framework: str, form: str, tmp_path: Path
 ) -> None:

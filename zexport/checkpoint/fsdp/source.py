@@ -36,7 +36,6 @@ from zexport.checkpoint.state import (
     stored_tensors,
 )
 from zexport.checkpoint.zero.records import scalar
-from zexport.checkpoint.zero.stage0 import match_in_order
 from zexport.errors import (
     IncompleteCheckpointError,
     LayoutError,
@@ -363,6 +362,8 @@ def _numbered(
     states: States, groups: Sequence[Sequence[str]], weights: Mapping[str, Parameter]
 ) -> dict[str, str] | None:
     """Return the number for each weight by the order and shapes of those in each group."""
+    from zexport.checkpoint.zero.stage0 import match_in_order  # noqa: PLC0415 - needs numpy
+
     if sorted(number for own in groups for number in own) != sorted(states):
         if len(groups) > 1:
             return None
