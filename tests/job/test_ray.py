@@ -18,7 +18,6 @@ import zexport
 from tests.support.cli import run
 from tests.support.stopping import SHARD_WORDS, Job, four_shards
 from zexport import MissingExtraError, ReshardOptions, UsageError
-from zexport.filenames import MANIFEST_NAME
 
 ROOT = Path(__file__).parents[2]
 CKPT = ROOT / "fixtures" / "z3_w2_bf16_frozen" / "ckpt"
@@ -120,7 +119,7 @@ def test_interrupt_leaves_no_task_and_a_rerun_continues(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     assert "Interrupted." in _ended(process, 130)
     _wait_until(lambda: not _tasks(mark))  # Ray ends workers a moment after the driver
-    assert MANIFEST_NAME not in _files(tmp_path / "model")
+    assert "zexport_manifest.json" not in _files(tmp_path / "model")
     _ended(_typed("consolidate", CKPT, tmp_path / "model", "--ray", "local"))
     zexport.consolidate(CKPT, tmp_path / "one")
     assert _files(tmp_path / "model") == _files(tmp_path / "one")

@@ -30,11 +30,11 @@ from zexport import (
     VerificationError,
     ZexportError,
 )
-from zexport.filenames import MANIFEST_NAME
 
 ROOT = Path(__file__).parents[2]
 RANKS = ROOT / "fixtures" / "z2_w2_bf16_groups" / "ckpt"
 SHARDS = ExportOptions(max_shard_nbytes=1_000_000)
+MANIFEST_NAME = "zexport_manifest.json"
 LARGE = Model([{f"layers.{n}.w": values((512, 1024), n) for n in range(6)}])
 NBYTES = 6 << 21
 BLOCK = 8 << 20

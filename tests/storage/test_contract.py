@@ -18,11 +18,11 @@ from tests.storage.conftest import Bucket, Local, Place, files
 from tests.support.buckets import EMULATORS, REFUSED, Answer, Request
 from tests.support.checkpoints import Model, Run, save, values
 from zexport import CheckpointError, ExportOptions, OutputError, ReshardOptions, ZexportError
-from zexport.filenames import MANIFEST_NAME, RECEIPTS
 
 ROOT = Path(__file__).parents[2]
 RANKS = ROOT / "fixtures" / "z2_w2_bf16_groups" / "ckpt"
 SHARDS = ExportOptions(max_shard_nbytes=1_000_000)
+MANIFEST_NAME = "zexport_manifest.json"
 OVERWRITE = replace(SHARDS, overwrite=True)
 ON_3 = ReshardOptions(world_size=3)
 INDEX = "model.safetensors.index.json"
@@ -189,7 +189,7 @@ def test_interrupted_overwrite_leaves_one_model_or_none(
     before = place.files("out")
     with place.full_after(3), pytest.raises(OutputError):
         zexport.consolidate(run, place.at("out"), OVERWRITE)
-    left = {n: c for n, c in place.files("out").items() if not n.startswith(RECEIPTS)}
+    left = {n: c for n, c in place.files("out").items() if not n.startswith(".zexport_journal")}
     assert left == before or MANIFEST_NAME not in left
     zexport.consolidate(run, place.at("out"), OVERWRITE)
     assert place.files("out") == whole
