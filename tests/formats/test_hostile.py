@@ -176,6 +176,42 @@ def test_memory_of_a_pickle_is_limited(flood: bytes, monkeypatch: pytest.MonkeyP
     assert peak < limit
 
 
+_CLASSES = (  # memo: 0 the class of a chunk, 1 torch.Size, 2 a list
+    b"\x80\x04" + text("torch.distributed.checkpoint.metadata") + text("ChunkStorageMetadata")
+    + b"\x93\x94" + text("torch") + text("Size") + b"\x93\x94" + b"]\x94"
+)  # fmt: skip
+
+
+def _chunk(first: int, ndim: int, extra: bytes = b"") -> bytes:
+    size = (
+        b"h\x01(" + b"".join(b"J" + struct.pack("<i", first + n) for n in range(ndim)) + b"t\x85R"
+    )
+    return b"h\x00)\x81}(" + extra + text("offsets") + size + text("sizes") + size + b"ub"
+
+
+_CHUNK_FLOODS = {
+    "chunks": _CLASSES + b"".join(_chunk(1000 * n, 40) for n in range(1_500)),
+    "values kept by an older list": _CLASSES
+    + _chunk(0, 1, b"h\x02" + text("a" * 200) + b"a0") * 12_000,
+    "numbers read back": b"\x80\x04" + b"".join(b"j" + struct.pack("<I", n) for n in range(20_000)),
+}
+
+
+@pytest.mark.parametrize("flood", _CHUNK_FLOODS.values(), ids=_CHUNK_FLOODS.keys())
+def test_memory_of_dcp_metadata_is_limited(
+    flood: bytes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / ".metadata").write_bytes(flood + b".")
+    limit = 2 << 20
+    monkeypatch.setattr(pickle_reader, "MAX_NBYTES", limit)
+    tracemalloc.start()
+    (problem,) = zexport.open_checkpoint(tmp_path).problems
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert "MiB of memory" in str(problem)
+    assert peak < limit + 2 * len(flood)
+
+
 def test_size_and_opcodes_of_a_pickle_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pickle_reader, "MAX_OPCODES", 10)
     assert pickle_reader.load(b"N0" * 4 + b"N.", path=Path("x")).value is None

@@ -59,10 +59,13 @@ _FREE_MARKS = 64  # more open marks than any checkpoint has
 _COPY_NBYTES = 160  # a value that a call copies
 _FREE_COPIES = 4
 _CHARACTER_NBYTES = 4  # if a text contains a rare character
-_ROW_NBYTES = 56  # with its numbers; equal parts are shared
+_ROW_NBYTES = 56  # with its numbers
 
-Rows: TypeAlias = Mapping[Global, Callable[[dict[Any, Any]], Row]]
-"""By class: the ``Row`` to keep of an object, made from its attributes.
+Share: TypeAlias = Callable[[Any], Any]
+"""Returns the first of equal values, each of which is charged once."""
+
+Rows: TypeAlias = Mapping[Global, Callable[[dict[Any, Any], Share], Row]]
+"""By class: the ``Row`` to keep of an object, made from its attributes; texts and tuples shared.
 
 The metadata of 1,000 ranks has a million objects, which take ten times as much memory.
 """
@@ -121,20 +124,6 @@ _WIDTHS = {**dict.fromkeys(b"\x8cC\x8a", 1), **dict.fromkeys(b"XB\x8b", 4), 0x96
 """Bytes of the length that follows an opcode of variable length."""
 
 
-def _read_back(data: bytes, pos: int) -> set[int]:
-    """Return the numbers of the stored values that a pickle of protocol 4 or 5 reads back."""
-    found = set()
-    while (match := _TO_NEXT_GET.match(data, pos)) is not None:
-        pos = match.end()
-        if index := match[1] or match[2]:
-            found.add(int.from_bytes(index, "little"))
-        elif pos < len(data) and (width := _WIDTHS.get(data[pos])) is not None:
-            pos += 1 + width + int.from_bytes(data[pos + 1 : pos + 1 + width], "little")
-        else:
-            break  # the end, or what the machine refuses
-    return found
-
-
 class Machine:
     """The state of a pickle being read.
 
@@ -153,6 +142,7 @@ class Machine:
         self.memo: list[object] | _SparseMemo = []
         self.rows = rows
         self.begun = (0, 0)
+        self.shared: dict[object, object] = {}
         self.globals: set[Global] = set()
         self.misused: set[Global] = set()
         self.storages: dict[str, StorageRef] = {}
@@ -161,7 +151,7 @@ class Machine:
         """Return the value on top of the stack at STOP."""
         data, opcodes, charges = self.data, _OPCODES, _CHARGES
         if self.rows and isinstance(data, bytes):
-            self.memo = _SparseMemo(_read_back(data, self.pos))
+            self.memo = _SparseMemo(self._read_back(data, self.pos))
         for _ in range(MAX_OPCODES):
             code = data[self.pos]
             self.pos += 1
@@ -174,6 +164,21 @@ class Machine:
                 raise PickleError(f"{code:#04x} is not an opcode of plain data")
             act(self)
         raise PickleError(f"it has more than {MAX_OPCODES} opcodes")
+
+    def _read_back(self, data: bytes, pos: int) -> set[int]:
+        """Return the numbers of the stored values that a pickle of protocol 4 or 5 reads back."""
+        found: set[int] = set()
+        while (match := _TO_NEXT_GET.match(data, pos)) is not None:
+            pos = match.end()
+            if index := match[1] or match[2]:
+                if (number := int.from_bytes(index, "little")) not in found:
+                    self.charge(_ITEM_NBYTES)
+                    found.add(number)
+            elif pos < len(data) and (width := _WIDTHS.get(data[pos])) is not None:
+                pos += 1 + width + int.from_bytes(data[pos + 1 : pos + 1 + width], "little")
+            else:
+                break  # the end, or what the machine refuses
+        return found
 
     def take(self, nbytes: int) -> bytes:
         """Return the next ``nbytes`` bytes."""
@@ -427,12 +432,19 @@ class Machine:
         make = self.rows.get(target.callee) if isinstance(target.callee, Global) else None
         if make is None or not isinstance(target.state, dict):
             return
-        self.stack[-1] = make(target.state)
         charged, kept = self.begun
         if kept == self._kept():
             self.charged = charged
-        texts = (len(one) for one in target.state.values() if isinstance(one, str))
-        self.charge(_ROW_NBYTES + sum(texts))
+        self.charge(_ROW_NBYTES)
+        self.stack[-1] = make(target.state, self._share)
+
+    def _share(self, value: Any) -> Any:
+        known = self.shared.get(value)
+        if known is None:
+            numbers = len(value) if isinstance(value, str | tuple) else 0
+            self.charge(_ITEM_NBYTES + _VALUE_NBYTES + _NUMBER_NBYTES * numbers)
+            known = self.shared[value] = value
+        return known
 
     def _kept(self) -> int:
         used = self.memo.used if isinstance(self.memo, _SparseMemo) else len(self.memo)
@@ -464,7 +476,7 @@ class Pickle(Struct, frozen=True):
 _HINTS: Mapping[type[ZexportError], str] = {
     DamagedCheckpointError: "Copy the file again",
     UnsafeError: "Do not load this file with torch.load; ask who made it",
-    UnsupportedError: "Save again without large lists in client_state",
+    UnsupportedError: "Save again with fewer values, such as without lists in client_state",
 }
 
 

@@ -210,7 +210,7 @@ def check_space(folder: Path, nbytes: int) -> None:
 
 
 def read_whole(path: Path) -> bytes:
-    """Return the content of one of zexport's own files, however large."""
+    """Return the content of a file, however large."""
     with open_input(path) as file:
         return file.read_at(0, file.version().nbytes)
 

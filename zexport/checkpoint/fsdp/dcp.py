@@ -30,13 +30,13 @@ from zexport.checkpoint.fsdp.tree import (
 )
 from zexport.checkpoint.state import MASTER, Parameter, Role
 from zexport.errors import IncompleteCheckpointError, UnsupportedError
-from zexport.formats.pickle_reader import Pickle, Rows, load
+from zexport.formats.pickle_reader import Pickle, Rows, Share, load
 from zexport.formats.pickle_values import DTYPES, Global, Opaque, PickleError, Row, is_sizes
 from zexport.formats.pickle_view import PickleView
 from zexport.formats.torch_file import data_offset, read_directory, read_record, tensor_source
 from zexport.ranges.dtypes import DType, Shape
 from zexport.ranges.source import ByteSource, Record, Unread, check_cover
-from zexport.storage.files import is_file, open_input, read_regular, version
+from zexport.storage.files import is_file, open_input, read_whole, version
 from zexport.storage.os_errors import reading
 from zexport.storage.storage import Version
 
@@ -145,13 +145,11 @@ def read_dcp(folder: Path) -> Tree:
             path=folder,
             hint="Use an earlier checkpoint",
         )
-    content = read_regular(path, _METADATA_NBYTES_MAX)
-    if content is None:
+    if version(path).nbytes > _METADATA_NBYTES_MAX:
         raise UnsupportedError(
             f"has more than {_METADATA_NBYTES_MAX >> 20} MiB", path=path, hint="Save fewer chunks"
         )
-    pickle = load(content, path=path, rows=_rows())
-    del content
+    pickle = load(read_whole(path), path=path, rows=_ROWS)
     refuse_unknown(path, pickle.unknown_globals, _KNOWN)
     top = fields(PickleView(path, METADATA, pickle.value), "Metadata")
     storage = top.need("storage_data")
@@ -182,41 +180,44 @@ def read_dcp(folder: Path) -> Tree:
     return Tree(tensors, others, tuple(files.values()), "torch DCP")
 
 
-def _rows() -> Rows:
-    """Return what to keep of the objects of which .metadata has one per chunk; equal ones once."""
-    known: dict[Any, Any] = {}
+def _chunk(state: dict[str, Any], share: Share) -> Row:
+    row: Row = share(Chunk(_sizes(state["offsets"], share), _sizes(state["sizes"], share)))
+    return row
 
-    def shape(value: object) -> Shape:
-        if not is_sizes(value):
-            raise PickleError("place of a chunk is not made of whole numbers")
-        sizes: Shape = known.setdefault(tuple(value), tuple(value))
-        return sizes
 
-    def text(value: object) -> str:
-        if not isinstance(value, str):
-            raise PickleError("name of a tensor or file is not text")
-        return str(known.setdefault(value, value))
+def _index(state: dict[str, Any], share: Share) -> Row:
+    start = state.get("offset")
+    return Index(_text(state["fqn"], share), None if start is None else _sizes(start, share))
 
-    def chunk(state: dict[str, Any]) -> Row:
-        made = Chunk(shape(state["offsets"]), shape(state["sizes"]))
-        row: Row = known.setdefault(made, made)
-        return row
 
-    def index(state: dict[str, Any]) -> Row:
-        start = state.get("offset")
-        return Index(text(state["fqn"]), None if start is None else shape(start))
+def _place(state: dict[str, Any], share: Share) -> Row:
+    numbers = state["offset"], state["length"]
+    if not is_sizes(numbers):
+        raise PickleError("place of an entry is not made of whole numbers")
+    is_plain = state.get("transform_descriptors") is None
+    return Place(_text(state["relative_path"], share), numbers[0], numbers[1], is_plain)
 
-    def place(state: dict[str, Any]) -> Row:
-        numbers = state["offset"], state["length"]
-        if not is_sizes(numbers):
-            raise PickleError("place of an entry is not made of whole numbers")
-        is_plain = state.get("transform_descriptors") is None
-        return Place(text(state["relative_path"]), numbers[0], numbers[1], is_plain)
 
-    makers = {"metadata.ChunkStorageMetadata": chunk, "metadata.MetadataIndex": index}
-    makers["filesystem._StorageInfo"] = place
-    package = "torch.distributed.checkpoint."
-    return {Global(*(package + name).rsplit(".", 1)): make for name, make in makers.items()}
+def _sizes(value: object, share: Share) -> Shape:
+    if not is_sizes(value):
+        raise PickleError("place of a chunk is not made of whole numbers")
+    sizes: Shape = share(tuple(value))
+    return sizes
+
+
+def _text(value: object, share: Share) -> str:
+    if not isinstance(value, str):
+        raise PickleError("name of a tensor or file is not text")
+    return str(share(value))
+
+
+_PACKAGE = "torch.distributed.checkpoint"
+_ROWS: Rows = {
+    Global(f"{_PACKAGE}.metadata", "ChunkStorageMetadata"): _chunk,
+    Global(f"{_PACKAGE}.metadata", "MetadataIndex"): _index,
+    Global(f"{_PACKAGE}.filesystem", "_StorageInfo"): _place,
+}
+"""What to keep of the objects of which .metadata has one per chunk."""
 
 
 def _files(folder: Path, storage: PickleView, unread: list[Unread]) -> dict[str, DataFile]:
