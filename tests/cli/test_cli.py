@@ -232,8 +232,8 @@ def test_interrupted_export_exits_with_130_and_leaves_nothing(
     assert json.loads(process.stderr.readline())["phase"] == "write"
     process.send_signal(sent)
     out, err = process.communicate(timeout=LIMIT_S)
-    messages = [line for line in err.split("\n") if line and line[0] != "{"]
-    assert (process.returncode, out, messages) == (130, "", ["Interrupted."])
+    messages = [line for line in err.split("\n") if not line.startswith("{")]
+    assert (process.returncode, out, messages) == (130, "", ["Interrupted.", ""])
     assert [*tmp_path.iterdir()] == [root]
 
 

@@ -174,7 +174,7 @@ def test_interrupted_command_leaves_nothing_and_a_rerun_finishes(
     process.append(subprocess.Popen([*words, *options], stderr=subprocess.PIPE, text=True))
     said = process[0].communicate(timeout=60)[1]
     assert process[0].returncode == code, said
-    assert len(said.split("\n")[1:-1]) == (code > 0)  # after click's empty line
+    assert said.count("\n") == (code > 0)
     place.server.fault = lambda _: None
     _leaves_nothing(place)
     zexport.consolidate(run, place.at("out"), SHARDS)

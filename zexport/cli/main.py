@@ -63,6 +63,12 @@ class _Commands(click.Group):
                 raise click.UsageError(f"No such command {word!r}. Did you mean {similar!r}?", ctx)
         return super().resolve_command(ctx, args)
 
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:  # click would print an empty line, among JSON lines too
+            raise click.Abort from error
+
 
 @click.group(
     cls=_Commands,

@@ -48,7 +48,7 @@ def verify(
     progress: str,
     quiet: bool,
 ) -> None:
-    """Compare every file in OUT's manifest with it; added files are ignored.
+    """Compare the files of OUT with its manifest; files added since are ignored.
 
     Example: zexport verify model --against run/checkpoint-100
     """
