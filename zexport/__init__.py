@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO checkpoints to Hugging Face models: offline, bit-exact, in bounded memory.
+"""DeepSpeed ZeRO and FSDP checkpoints to Hugging Face models: offline, bit-exact.
 
 The whole job in one call::
 

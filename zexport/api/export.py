@@ -68,7 +68,11 @@ def plan_anywhere(
     """Return the plan of an export without looking at its output folder."""
     if options is not None and options.engine is Engine.DEEPSPEED:
         if not checkpoint.location.is_zero:
-            raise UsageError("--engine deepspeed only reads ZeRO checkpoints")
+            raise UsageError(
+                "--engine deepspeed only reads ZeRO checkpoints",
+                path=checkpoint.location.tag_dir,
+                hint="Leave out --engine",
+            )
         for path in (checkpoint.location.root, place(out_dir), options.base):
             if path is not None and not is_local(path):
                 raise UsageError(
@@ -232,7 +236,7 @@ def consolidate(
     progress: OnProgress | None = None,
     **choices: Any,
 ) -> ExportReport:
-    """Export a ZeRO checkpoint as a Hugging Face model folder.
+    """Export a checkpoint as a Hugging Face model folder.
 
     Args:
         checkpoint: any level of the checkpoint's folders; several for a node-local checkpoint.

@@ -108,7 +108,7 @@ class Exports:
         elif self._run is not None:
             with suppress(ZexportError, OSError):
                 if not is_run(self._run):
-                    LOG.warning("nothing was exported: %s contains no ZeRO checkpoint", self._run)
+                    LOG.warning("nothing was exported: %s contains no checkpoint", self._run)
         self._run = None
         atexit.unregister(self._at_exit)
 

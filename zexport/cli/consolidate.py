@@ -1,4 +1,4 @@
-"""``zexport consolidate``: export a ZeRO checkpoint as a Hugging Face model folder."""
+"""``zexport consolidate``: export a checkpoint as a Hugging Face model folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zexport.storage.location import local_path
 from zexport.text import shell_word
 
 
-@click.command(short_help="Export a ZeRO checkpoint as a Hugging Face model folder.")
+@click.command(short_help="Export a checkpoint as a Hugging Face model folder.")
 @click.argument("paths", type=PATH, nargs=-1, metavar="CKPT... OUT")
 @output_option
 @tag_option
@@ -40,7 +40,7 @@ def consolidate(
     as_seen: str,
     **values: Any,
 ) -> None:
-    """Export the ZeRO checkpoint CKPT as the Hugging Face model folder OUT.
+    """Export the checkpoint CKPT as the Hugging Face model folder OUT.
 
     CKPT is any level: a run's folder, checkpoint-N, the folder with `latest`, or global_stepN. Pass
     several if each node kept its own rank files. OUT appears complete or not at all.

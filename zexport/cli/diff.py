@@ -54,7 +54,7 @@ def diff(
 ) -> None:
     """Compare the weights of A and B.
 
-    A and B are model folders, safetensors files, names in the Hub cache, or two ZeRO checkpoints
+    A and B are model folders, safetensors files, names in the Hub cache, or two checkpoints
     of any stage and world size. A tensor is equal, equal after rounding to a dtype, changed, of
     another shape, or only in A or B. To compare an export with its checkpoint, use zexport verify
     --against.

@@ -58,7 +58,7 @@ def inspect(
     progress: str,
     quiet: bool,
 ) -> None:
-    """Show what is in the ZeRO checkpoint CKPT, and whether it can be exported.
+    """Show what is in the checkpoint CKPT, and whether it can be exported.
 
     CKPT is any level: a run's folder, checkpoint-N, the folder with `latest`, or global_stepN.
     Only metadata is read, unless --stats is given. The exit code is 0 even if it cannot be

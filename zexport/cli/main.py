@@ -83,7 +83,7 @@ class _Commands(click.Group):
 @click.version_option(__version__, "-v", "--version", prog_name="zexport")
 @click.option("--local_rank", hidden=True, expose_value=False)  # added by deepspeed's launcher
 def cli() -> None:
-    """DeepSpeed ZeRO checkpoints to Hugging Face models: offline, bit-exact, in bounded memory.
+    """DeepSpeed ZeRO and FSDP checkpoints to Hugging Face models: offline, bit-exact.
 
     Example: zexport consolidate run/checkpoint-100 model
     """

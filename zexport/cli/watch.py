@@ -126,7 +126,7 @@ def watch(
                 print_event(console, event)
             sys.stdout.flush()
     if options.once and is_silent and not quiet:
-        click.echo(f"{'Nothing new' if is_run(run) else 'No ZeRO checkpoint'} in {run}.", err=True)
+        click.echo(f"{'Nothing new' if is_run(run) else 'No checkpoint'} in {run}.", err=True)
     click.get_current_context().exit(worst)
 
 

@@ -235,13 +235,16 @@ def _inspect(paths: Sequence[Path], checkpoint: TrainingState, tag: str | None) 
         verdict = _refusal(problems)
     else:
         verdict = _verdict(command, checkpoint, adapters, needs_config=CONFIG in missing)
+    tags = [*_list_tags(location.root, location.boundary)]
+    if not (location.is_zero or are_of_one_run(one.name for one in tags)):
+        tags = [one for one in tags if one.name == location.tag]  # not a run
     empty = {tensor.name for tensor in checkpoint.tensors if not tensor.numel}
     empty |= {alias for alias, name in checkpoint.aliases.items() if name in empty}
     return Inspection(
         path=paths[0],
         tags=tuple(
             _opened_tag(one.name, checkpoint, chosen=True) if one.name == location.tag else one
-            for one in _list_tags(location.root, location.boundary)
+            for one in tags
         ),
         verdict=verdict,
         checkpoint=checkpoint,
