@@ -214,3 +214,6 @@ def test_metadata_of_a_thousand_ranks_opens_without_reading_their_files(tmp_path
     ]
     with pytest.raises(DamagedCheckpointError, match="no directory at its end"):
         zexport.consolidate(tmp_path, tmp_path / "out")
+    del places[MetadataIndex(names[0], Size([7, 0]))]
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert "leave gaps" in str(open_checkpoint(tmp_path).problems)

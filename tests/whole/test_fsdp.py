@@ -108,6 +108,8 @@ def test_folder_of_a_framework_loads_as_the_live_model(
     options = ExportOptions(base=tmp_path / "run.model")
     events = [*watch(run, tmp_path / "outs", ONCE, options)]
     assert {one.event for one in events} == {EXPORTED}, [one.failure for one in events]
+    shutil.rmtree(tmp_path / "outs" / ".zexport-watch")
+    assert [*watch(run, tmp_path / "outs", ONCE, options)] == []  # the rank files are the same
     newest = max(path.name for path in (tmp_path / "outs").glob("checkpoint*"))
     assert differences(written(tmp_path / "outs" / newest), truth) == []
 
@@ -126,6 +128,10 @@ def test_run_of_verl_is_exported_with_its_config(tmp_path: Path) -> None:
     verify(tmp_path / "out", "--against", tmp_path / "run")
     assert load(tmp_path / "out")[1] == {}
     assert "FSDP" not in (tmp_path / "out" / "config.json").read_text()
+    shutil.copytree(actor, actor.with_name("critic"))
+    events = {one.checkpoint: one for one in watch(tmp_path / "run", tmp_path / "outs", ONCE)}
+    assert events["global_step_2"].event is EXPORTED
+    assert "found actor, critic" in str(events["global_step_10"].failure)
 
 
 def test_dcp_is_complete_once_its_metadata_is_written(checkpoints: Path, tmp_path: Path) -> None:
@@ -136,6 +142,9 @@ def test_dcp_is_complete_once_its_metadata_is_written(checkpoints: Path, tmp_pat
     for _ in watch(run, tmp_path / "outs", ONCE):
         pass
     assert [one.name for one in (tmp_path / "outs").glob("step-*")] == ["step-1"]
+    for name in ("ema", "model"):
+        folder = shutil.copytree(run / "step-1", tmp_path / "two" / name)
+    assert [tag["name"] for tag in invoke("inspect", folder)["tags"]] == ["model"]
 
 
 @pytest.mark.parametrize("form", ["fsdp1_dcp", "fsdp2_dcp", "fsdp2_tp_dcp", "fsdp2_ranks"])
