@@ -14,6 +14,7 @@ from tests.support import peft_models
 from tests.support.checkpoints import Model, Run, save, small_model
 from tests.support.exports import edit_json, export, manifest_of, mentions, refused, verify
 from tests.support.peft_models import FORMS, Trained, llama
+from zexport import FrozenLeftOutError, UsageError
 
 WITHOUT_FROZEN = Run(stage=2, exclude_frozen=True)
 WITH_FROZEN = Run(stage=2)
@@ -107,6 +108,58 @@ def test_adapter_names_the_revision_of_its_base(
     merge_refused(trained, snapshots / LATER, tmp_path / "out", "weights")
     merge_refused(trained, Path("acme/small"), tmp_path / "out", "weights")
     export(trained.checkpoint, tmp_path / "out", "--base", snapshots / COMMIT)
+
+
+def test_verify_finds_the_base_that_the_manifest_records(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    away, out = trained.base, tmp_path / "a" / "models" / "out"
+    (tmp_path / "b" / "models").mkdir(parents=True)
+    root = trained.checkpoint.rename(tmp_path / "b" / "models" / "run")
+    export(root, out, "--base", copy(away, tmp_path / "models" / "small"))
+    (tmp_path / "c" / "models").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "c" / "models")
+    parents = (*(tmp_path / one / "models" for one in "abc"), root)
+    for base in [
+        *(one / "models" / "small" for one in parents),
+        *(one / "small" for one in parents),
+    ]:
+        shutil.rmtree(tmp_path / "models", ignore_errors=True)
+        copy(away, base)
+        if base != root / "small":  # the manifest has the folder's last two names
+            verify(out, "--against", root)
+            shutil.rmtree(base)
+    with pytest.raises(FrozenLeftOutError, match="Pass the base model of the export"):
+        verify(out, "--against", root)
+    decoy = retrained(away, Path("models", "small"))
+    report = verify(out, "--against", root, code=7)
+    assert report["base"]["name"] == "models/small"
+    assert "in the checkpoint, or in the base, than" in report["problems"][0]["problem"]
+    named = copy(away, root / "models" / "small")
+    edit_json(root / "adapter_config.json", base_model_name_or_path=str(named))
+    verify(out, "--against", root)
+    with pytest.raises(UsageError, match="Pass the base model of the export"):
+        verify(out, "--against", root, "--base", decoy)
+
+
+def test_verify_finds_the_base_in_the_hub_cache(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commits = {COMMIT: trained.base, LATER: retrained(trained.base, tmp_path / "later")}
+    snapshots = hub_cache(tmp_path / "hub", commits, monkeypatch)
+    export(trained.checkpoint, tmp_path / "out", "--base", snapshots / COMMIT)
+    verify(tmp_path / "out", "--against", trained.checkpoint)
+
+
+def test_verify_asks_for_the_base_that_gave_the_names(tmp_path: Path) -> None:
+    model = peft_models.mixtral()
+    model.save_pretrained(tmp_path / "base")
+    root = save(Model([dict(model.state_dict())]), WITH_FROZEN, tmp_path / "run")
+    export(root, tmp_path / "out", "--base", tmp_path / "base")
+    away = (tmp_path / "base").rename(tmp_path / "away")
+    with pytest.raises(UsageError, match=r"has the base model's names.*--base MODEL"):
+        verify(tmp_path / "out", "--against", root)
+    verify(tmp_path / "out", "--against", root, "--base", away)
 
 
 def test_another_hub_model_with_equal_weights_is_refused(trained: Trained, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def _tensor(numel: int, source: ByteSource | None, role: Role = Role.TRAINABLE) 
 
 
 A, B = _tensor(30, Extent(FLAT, 0, 120)), _tensor(20, Extent(FLAT, 120, 80))
-FROZEN, EMPTY = _tensor(5, Extent(FLAT, 200, 20), Role.FROZEN), _tensor(0, Extent(FLAT, 0, 0))
+FROZEN, EMPTY = _tensor(5, Extent(FLAT, 200, 20), Role.FROZEN), _tensor(0, Chain(()))
 APART, UNREAD = _tensor(7, Extent(OTHER, 0, 28)), _tensor(99, None)
 BUFFER = _tensor(4, Extent(OTHER, 28, 16), Role.BUFFER)
 REPLICAS = [
@@ -67,7 +67,7 @@ class _Weights:
         self.optim, self.model = StoredFile(folder / "optim"), StoredFile(folder / "model")
         values = np.linspace(1, 2, 5000, dtype=np.float32)
         rounded = (values.view(np.uint32) + 0x7FFF + (values.view(np.uint32) >> 16 & 1)) >> 16
-        self.master, self.again = (self.optim.store(values).bind() for _ in range(2))
+        self.master, self.again, self.third = (self.optim.store(values).bind() for _ in range(3))
         self.module, self.gathered = (
             self.model.store(rounded.astype(np.uint16), BF16).bind() for _ in range(2)
         )
@@ -87,7 +87,7 @@ class _Weights:
     def reader(
         self, *allow: FindingKind, by_value: bool = False, full: bool = False
     ) -> WeightReader:
-        replicas = [Replica("w", self.master, self.again)] * 2
+        replicas = [Replica("w", self.master, one) for one in (self.again, self.third)]
         return WeightReader(
             map(SourceFile.of, (self.optim, self.model)),
             [*replicas, self._cast(self.module, by_value=by_value)],
@@ -113,6 +113,7 @@ def test_replicas_that_differ_are_refused_or_found(tmp_path: Path) -> None:
     )
     for names, kinds in (
         (["again"], {REPLICA}),
+        (["again", "third"], {REPLICA}),
         (["module"], {CAST}),
         (["again", "module"], {REPLICA, CAST}),
     ):
@@ -143,7 +144,7 @@ def test_records_of_replicas_are_proved_and_those_of_samples_are_not(tmp_path: P
     for names, full, is_proved in (
         (["module"], False, True),
         ([], True, False),
-        (["master", "again"], False, False),
+        (["master", "again", "third"], False, False),
     ):
         for name in names:
             made.flip(getattr(made, name), proof=True)

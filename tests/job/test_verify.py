@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from blake3 import blake3
 from safetensors.torch import load_file, save_file
 
 import zexport
-from tests.support.checkpoints import edit
+from tests.support.checkpoints import Model, Run, edit, save, values
 from tests.support.published import check
 from tests.support.stopping import SHARDS, Job, files, flip, four_shards
 from zexport import (
@@ -98,7 +99,9 @@ def test_sound_export_has_no_problems(exported: Job) -> None:
     assert report.origin == report.compared_with
     assert report.origin is not None
     assert (report.origin.folder, report.origin.step) == (f"{exported.source}/global_step2", 2)
-    alone = zexport.verify_export(exported.out)
+    first, alone = len(steps), zexport.verify_export(exported.out, progress=steps.append)
+    assert steps[-1].nbytes_done == steps[-1].nbytes_total < steps[0].nbytes_total
+    assert len(steps) > first
     assert (alone.against_checkpoint, alone.compared_with, alone.is_checkpoint) == (
         False,
         None,
@@ -177,6 +180,8 @@ def test_every_damaged_file_is_reported(out: Path) -> None:
     (out / SHARDS[0]).write_bytes(b"")
     flip(out / SHARDS[2], -1)
     assert {file for file, *_ in _problems(out)} == {"README.md", SHARDS[0], SHARDS[2]}
+    (out / MANIFEST_NAME).write_bytes((out / MANIFEST_NAME).read_bytes() + b" ")
+    assert zexport.verify_export(out).problems[0].file == MANIFEST_NAME
 
 
 def test_added_files_that_change_what_loads_are_named(out: Path) -> None:
@@ -211,6 +216,8 @@ def test_edits_since_the_export_are_found_without_reading_shards(out: Path) -> N
         "is not what was written: its digest differs"
     ]
     (out / MANIFEST_NAME).unlink()
+    (out / "not of zexport").mkdir()
+    (out / "not of zexport" / "link").symlink_to("/")
     assert [one.file for one in find_edits(out)] == [MANIFEST_NAME]
     report = zexport.verify_export(out)
     assert (report.files, report.tensors, report.against_checkpoint) == (0, 0, False)
@@ -262,6 +269,34 @@ def test_other_values_in_the_checkpoint_are_reported(
     assert not _problems(exported.out)
 
 
+def test_conclusion_needs_other_files_and_most_tensors(
+    exported: Job, out: Path, tmp_path: Path
+) -> None:
+    def conclusion(folder: str, changed: Sequence[str]) -> str:
+        layers = {name: values((500, 500), number) for number, name in enumerate(W)}
+        layers |= {name: values((500, 500), 9) for name in changed}
+        root = save(Model([layers]), Run(stage=2), tmp_path / folder)
+        return zexport.verify_export(exported.out, against=root).conclusion
+
+    assert conclusion("half", W[:2]) == ""
+    assert conclusion("all", [*W, "more"]).startswith("5 of 5 tensors differ")
+    change = {"dtype": "bf16"}
+    _edit_json(out / MANIFEST_NAME, lambda table: table["options"].update(change))
+    report = zexport.verify_export(out, against=exported.source)
+    assert (len(report.problems), report.conclusion) == (4, "")
+
+
+def test_tensors_that_are_in_another_shard_now_are_equal(tmp_path: Path) -> None:
+    tensors = {name: values((4, 4), number) for number, name in enumerate("abc")}
+    for name, more in (("then", {}), ("now", {"0": values((1,), 9)})):
+        save(Model([{**more, **tensors}]), Run(stage=2), tmp_path / name)
+    options = zexport.ExportOptions(layout=zexport.NameLayout.MEMORY, max_shard_nbytes=128)
+    zexport.consolidate(tmp_path / "then", tmp_path / "out", options)
+    assert _problems(tmp_path / "out", tmp_path / "now") == {
+        ("model-00001-of-00002.safetensors", "0", "is in the checkpoint but was not exported")
+    }
+
+
 def test_step_of_the_export_differs_from_the_checkpoint(exported: Job, out: Path) -> None:
     change = {"global_steps": 9, "warnings": ["of the run"]}
     _edit_json(out / MANIFEST_NAME, lambda table: table["checkpoint"].update(change))
@@ -272,6 +307,8 @@ def test_step_of_the_export_differs_from_the_checkpoint(exported: Job, out: Path
     assert report.origin is not None
     assert report.origin.step == 9
     (out / MANIFEST_NAME).write_bytes((exported.out / MANIFEST_NAME).read_bytes())
+    _edit_json(out / MANIFEST_NAME, lambda table: table["checkpoint"].update(tag=5))
+    assert zexport.verify_export(out, against=exported.source).ok  # by `latest`
     _edit_json(out / MANIFEST_NAME, lambda table: table.pop("checkpoint"))
     assert zexport.verify_export(out).origin is None
     assert zexport.verify_export(out, against=exported.source).origin is not None
@@ -302,6 +339,11 @@ def test_folder_and_checkpoint_that_are_verified_are_checked_first(
 ) -> None:
     for path, words in ((tmp_path / "x", "does not exist"), (out / INDEX, "is not a folder")):
         with pytest.raises(VerificationError, match=words):
+            zexport.verify_export(path)
+    partial = shutil.copytree(out, tmp_path / "z.partial")
+    (tmp_path / "z.partial.lock").touch()
+    for path in (partial, tmp_path / "z"):
+        with pytest.raises(VerificationError, match="is not finished"):
             zexport.verify_export(path)
     (tmp_path / "shard").write_bytes((out / SHARDS[0]).read_bytes())
     (out / SHARDS[0]).unlink()
@@ -334,6 +376,9 @@ def test_tampering_with_a_resharded_checkpoint_is_reported(tmp_path: Path) -> No
     assert not _problems(job.out)
     assert not _problems(job.out, source)
     assert zexport.verify_export(job.out).is_checkpoint
+    zexport.reshard(source, tmp_path / "one", ReshardOptions(world_size=1))
+    report = zexport.verify_export(job.out, against=tmp_path / "one")
+    assert re.match(r"All \d+ pieces are equal", report.conclusion), report
     path = next(job.out.glob("*/*rank_1_*optim*"))
     name, content = path.relative_to(job.out).as_posix(), path.read_bytes()
     state = torch.load(path, weights_only=False)["optimizer_state_dict"]

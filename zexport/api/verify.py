@@ -25,7 +25,7 @@ from zexport.export.manifest import Manifest, read_manifest
 from zexport.export.plan import ExportPlan
 from zexport.export.report import OnProgress
 from zexport.export.verify import VerifyReport
-from zexport.filenames import ADAPTER_CONFIG, CONFIG, MANIFEST_NAME
+from zexport.filenames import ADAPTER_CONFIG, MANIFEST_NAME
 from zexport.findings import FindingKind
 from zexport.model.hub_cache import GivenBase, cached_snapshot
 from zexport.options import CheckMode, ExportOptions, checks_arguments
@@ -76,16 +76,15 @@ def verify_export(
         return verify.verify_export(out_dir, progress=progress)
     manifest = read_manifest(out_dir)
     checkpoint = _open_source(against, manifest, follow_symlinks=follow_symlinks)
-    recorded = None if base else _recorded_base(manifest, checkpoint.location, out_dir)
     given = {
-        "base": base or recorded,
+        "base": base or _recorded_base(manifest, checkpoint.location, out_dir),
         "adapter_config": None if adapter_config is None else place(adapter_config),
         "check": check,
     }
     plan = _plan_again(checkpoint, out_dir, manifest, given)
     planned = {tensor.name for shard in plan.shards for tensor in shard.tensors}
-    had_config = CONFIG in manifest.files and plan.form.weights_only
-    if given["base"] is None and had_config and planned != manifest.tensors.keys():
+    is_missing = given["base"] is None and "base" in manifest.provenance
+    if is_missing and planned != manifest.tensors.keys():
         raise UsageError(
             "the export has the base model's names, and cannot be compared without it",
             path=out_dir,
@@ -143,13 +142,13 @@ def _recorded_base(manifest: Manifest, location: Location, out_dir: Path) -> Pat
     if base is None:
         return None
     folders = (Path(), out_dir.parent, location.root, location.root.parent)
-    names = (base.name, base.name.rpartition("/")[2])
+    names = (base.name, Path(base.name).name)
     places = [folder / name for folder in folders for name in names]
     config = location.model_dir / ADAPTER_CONFIG
     location.boundary.check(config)
     if is_file(config):
         places.insert(0, Path(str(read_json_object(config).get("base_model_name_or_path"))))
-    if cached := cached_snapshot(base.name, base.commit or "main"):
+    if base.commit and (cached := cached_snapshot(base.name, base.commit)):
         places.append(cached)
     return next((one for one in places if is_folder(one) and GivenBase.of(one) == base), None)
 
