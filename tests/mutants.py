@@ -2,7 +2,8 @@
 
 ``python -m tests.mutants [MODULE ...]``, such as ``ranges/coverage``. mutmut changes one operator,
 number, condition, option or statement of a function, but no message. Each mutant runs in a fork of
-one pytest session: quick tests that reach it, until one fails.
+one pytest session: quick tests that reach it, until one fails. ``equivalent.txt`` lists the changes
+that need no test, and why.
 """
 
 from __future__ import annotations
@@ -37,11 +38,14 @@ from mutmut.mutation.mutators import mutation_operators, operator_arg_removal, o
 from tests.support import fsdp_checkpoints
 
 HERE = Path(__file__).parent
-VERIFY = "export/test_checked_reader.py job/test_verify.py job/test_checks.py"
+ZEXPORT = HERE.parent / "zexport"
+VERL = "test_run_of_verl_is_exported_with_its_config"
+VERIFY = "export/test_base_model.py job/test_verify.py"
 TESTS = {
     **dict.fromkeys(["ranges/coverage", "ranges/digest", "ranges/reader"], "ranges"),
-    **dict.fromkeys(["export/checked_reader", "export/verify"], VERIFY),
-    "api/verify": "adapters job/test_out_dir.py job/test_verify.py",
+    "export/checked_reader": "export/test_checked_reader.py job/test_checks.py",
+    "export/verify": f"{VERIFY} whole/test_frozen.py",
+    "api/verify": f"{VERIFY} storage/test_local.py whole/test_api.py whole/test_fsdp.py::{VERL}",
     "checkpoint/zero/flat_groups": "checkpoint whole/test_cases.py resharding/test_states_kept.py",
     "checkpoint/boxes": "checkpoint/test_boxes.py",
     **dict.fromkeys(
@@ -57,6 +61,15 @@ HANGS_S, TESTS_S = 30, 12.0
 """When a test hangs, and how long the tests of one mutant may take."""
 
 ENDS = {b".": "hung", b"k": "killed", b"s": "survived", b"x": "not run"}
+
+EQUIVALENT = {
+    (heading.partition(":")[0], change.strip("\n"))
+    for heading, _, changes in (
+        part.partition("\n") for part in f"\n{(HERE / 'equivalent.txt').read_text()}".split("\n# ")
+    )
+    for change in f"\n{changes}".split("\n@@ ")[1:]
+}
+"""Modules, and a function of them with lines before and after: changes that need no test."""
 
 
 def _changes(node: Any, *, is_inside: bool = False) -> Iterator[tuple[Any, Any]]:
@@ -99,7 +112,7 @@ class Runner:
     """A pytest plugin."""
 
     def __init__(self, paths: list[Path]) -> None:
-        self.paths, self.kills = paths, Counter[pytest.Item]()
+        self.paths, self.kills, self.survived = paths, Counter[pytest.Item](), 0
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         watched = Coverage(include=[*map(str, self.paths)], data_file=None, config_file=False)
@@ -119,6 +132,8 @@ class Runner:
             self.functions = [one for one in live if one.__code__.co_filename == str(path)]
             self.reached = watched.get_data().contexts_by_lineno(str(path))
             self._run(path)
+        if self.survived:
+            pytest.exit(f"no test notices {self.survived} changes", 1)
         return True
 
     def _run(self, path: Path) -> None:
@@ -127,18 +142,29 @@ class Runner:
         self.parents, every = wrapper.resolve(ParentNodeProvider), [*_changes(wrapper.module)]
         count = SAMPLE if path.stem in SLOW else len(every)
         chosen = sorted(Random(0).sample(range(len(every)), count))
+        module = path.relative_to(ZEXPORT).with_suffix("").as_posix()
         ends, before = Counter[str](), self.module.code.splitlines()
         with ThreadPoolExecutor(PROCESSES) as pool:
             found = pool.map(self._end, [every[at] for at in chosen])
             for at, end in zip(chosen, found, strict=True):
-                ends[end] += 1
                 if end == "survived":
                     after = self.module.deep_replace(*every[at]).code.splitlines()
-                    lines = [*difflib.unified_diff(before, after, lineterm="", n=0)]
-                    print(*lines[2:], sep="\n", flush=True)
-        print(f"{path.stem}: {len(chosen)} of {len(every)} mutants, {dict(ends)}", flush=True)
+                    lines = [*difflib.unified_diff(before, after, lineterm="", n=0)][3:]
+                    change = "\n".join([self._function(every[at][0]), *lines])
+                    if (module, change) in EQUIVALENT:
+                        ends["equivalent"] += 1
+                        continue
+                    print(f"@@ {change}", flush=True)
+                ends[end] += 1
+        self.survived += ends["survived"]
+        print(f"{module}: {len(chosen)} of {len(every)} mutants, {dict(ends)}", flush=True)
         statement = self.module.body[-1]
         assert self._end((statement, statement)) == "survived", "tests fail without a mutant"
+
+    def _function(self, node: Any) -> str:
+        while not isinstance(node, cst.FunctionDef):
+            node = self.parents[node]
+        return str(node.name.value)
 
     def _chosen(self, node: Any) -> list[pytest.Item]:
         """Return tests that reach a node: first those that are quick and killed others."""
@@ -219,8 +245,4 @@ if __name__ == "__main__":
     folders = sorted({str(HERE / one) for name in names for one in TESTS[name].split()})
     options = ["-qs", "-p", "no:cacheprovider"]
     options += [] if all("fsdp" in name for name in names) else ["-m", "not slow"]
-    sys.exit(
-        pytest.main(
-            [*options, *folders], [Runner([HERE.parent / "zexport" / f"{n}.py" for n in names])]
-        )
-    )
+    sys.exit(pytest.main([*options, *folders], [Runner([ZEXPORT / f"{n}.py" for n in names])]))

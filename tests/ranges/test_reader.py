@@ -124,8 +124,10 @@ def test_file_that_changes_meanwhile_is_refused(tmp_path: Path, change: str) -> 
 def test_file_that_changed_before_it_is_opened_is_refused(tmp_path: Path) -> None:
     file, (place,), _ = _save(tmp_path / "rank.pt", [torch.ones(1)])
     os.utime(file.path, ns=(0, 0))
+    before = len(os.listdir("/proc/self/fd"))
     with SourceReader([file]) as reader, pytest.raises(DamagedCheckpointError, match="changed"):
         _read(reader, place, 0, 1)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_more_files_than_descriptors_are_read(
@@ -137,7 +139,7 @@ def test_more_files_than_descriptors_are_read(
     before = len(list(descriptors.iterdir()))
     with SourceReader([file for file, _, _ in saved]) as reader:
         for _, (place,), (data,) in saved + saved:
-            assert _read(reader, place, 0, 4) == data
+            assert _read(reader, place, 0, 4) == _read(reader, place, 0, 4) == data
             assert len(list(descriptors.iterdir())) - before <= 128  # the rest is left to others
     assert len(list(descriptors.iterdir())) == before
 
