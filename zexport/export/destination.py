@@ -37,7 +37,7 @@ from zexport.storage.files import (
     sync_path,
     write_durably,
 )
-from zexport.storage.local import rename, rename_durably, set_times
+from zexport.storage.local import remove_if_possible, rename, rename_durably, set_times
 from zexport.storage.locks import locked, locked_file, parents, with_suffix, workplaces
 from zexport.storage.os_errors import lacks_memory, writing
 from zexport.text import some
@@ -209,8 +209,8 @@ class LocalFolder(Destination):
                 self._restore()
                 rename(self._aside, self.journal)
                 raise
-            with suppress(OSError):
-                remove(self._aside)
+            remove_if_possible(self._aside)
+            remove_if_possible(self.target / RECEIPTS)  # without locks, others may put it back
             self._discard(warn)
 
     def _restore(self) -> None:
