@@ -121,13 +121,17 @@ def test_file_that_changes_meanwhile_is_refused(tmp_path: Path, change: str) -> 
             reader.finish()
 
 
+def _descriptors() -> int:
+    return len([*Path("/proc/self/fd").iterdir()])
+
+
 def test_file_that_changed_before_it_is_opened_is_refused(tmp_path: Path) -> None:
     file, (place,), _ = _save(tmp_path / "rank.pt", [torch.ones(1)])
     os.utime(file.path, ns=(0, 0))
-    before = len(os.listdir("/proc/self/fd"))
+    before = _descriptors()
     with SourceReader([file]) as reader, pytest.raises(DamagedCheckpointError, match="changed"):
         _read(reader, place, 0, 1)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert _descriptors() == before
 
 
 def test_more_files_than_descriptors_are_read(
@@ -135,13 +139,12 @@ def test_more_files_than_descriptors_are_read(
 ) -> None:
     monkeypatch.setattr("zexport.ranges.reader.getrlimit", lambda _: (384, 384))
     saved = [_save(tmp_path / f"{n}.pt", [torch.tensor([float(n)])]) for n in range(300)]
-    descriptors = Path("/proc/self/fd")
-    before = len(list(descriptors.iterdir()))
+    before = _descriptors()
     with SourceReader([file for file, _, _ in saved]) as reader:
         for _, (place,), (data,) in saved + saved:
             assert _read(reader, place, 0, 4) == _read(reader, place, 0, 4) == data
-            assert len(list(descriptors.iterdir())) - before <= 128  # the rest is left to others
-    assert len(list(descriptors.iterdir())) == before
+            assert _descriptors() - before <= 128  # the rest is left to others
+    assert _descriptors() == before
 
 
 def test_transposed_tensor_is_read_with_proof_of_its_bytes(tmp_path: Path) -> None:
