@@ -39,13 +39,12 @@ from tests.support import fsdp_checkpoints
 
 HERE = Path(__file__).parent
 ZEXPORT = HERE.parent / "zexport"
-VERL = "test_run_of_verl_is_exported_with_its_config"
 VERIFY = "export/test_base_model.py job/test_verify.py"
 TESTS = {
     **dict.fromkeys(["ranges/coverage", "ranges/digest", "ranges/reader"], "ranges"),
     "export/checked_reader": "export/test_checked_reader.py job/test_checks.py",
     "export/verify": f"{VERIFY} whole/test_frozen.py",
-    "api/verify": f"{VERIFY} storage/test_local.py whole/test_api.py whole/test_fsdp.py::{VERL}",
+    "api/verify": f"{VERIFY} adapters/test_adapter_config.py storage/test_local.py whole/test_api.py",
     "checkpoint/zero/flat_groups": "checkpoint whole/test_cases.py resharding/test_states_kept.py",
     "checkpoint/boxes": "checkpoint/test_boxes.py",
     **dict.fromkeys(

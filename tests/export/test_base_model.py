@@ -14,7 +14,7 @@ from tests.support import peft_models
 from tests.support.checkpoints import Model, Run, save, small_model
 from tests.support.exports import edit_json, export, manifest_of, mentions, refused, verify
 from tests.support.peft_models import FORMS, Trained, llama
-from zexport import FrozenLeftOutError, UsageError
+from zexport import FrozenLeftOutError, UnsafeError, UsageError
 
 WITHOUT_FROZEN = Run(stage=2, exclude_frozen=True)
 WITH_FROZEN = Run(stage=2)
@@ -140,6 +140,11 @@ def test_verify_finds_the_base_that_the_manifest_records(
     verify(out, "--against", root)
     with pytest.raises(UsageError, match="Pass the base model of the export"):
         verify(out, "--against", root, "--base", decoy)
+    (tmp_path / "elsewhere").write_text("{")
+    (root / "adapter_config.json").unlink()
+    (root / "adapter_config.json").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UnsafeError):
+        verify(out, "--against", root)
 
 
 def test_verify_finds_the_base_in_the_hub_cache(
@@ -160,6 +165,12 @@ def test_verify_asks_for_the_base_that_gave_the_names(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"has the base model's names.*--base MODEL"):
         verify(tmp_path / "out", "--against", root)
     verify(tmp_path / "out", "--against", root, "--base", away)
+    model = llama()
+    model.save_pretrained(tmp_path / "config")
+    root = save(Model([dict(model.state_dict())]), WITH_FROZEN, tmp_path / "llama")
+    export(root, tmp_path / "named", "--base", tmp_path / "config")
+    (tmp_path / "config").rename(tmp_path / "moved")
+    verify(tmp_path / "named", "--against", root)
 
 
 def test_another_hub_model_with_equal_weights_is_refused(trained: Trained, tmp_path: Path) -> None:

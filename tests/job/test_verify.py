@@ -24,6 +24,7 @@ from zexport import (
     OutputError,
     ReshardOptions,
     UnsafeError,
+    UsageError,
     VerificationError,
 )
 from zexport.export.verify import find_edits
@@ -364,6 +365,26 @@ def test_folder_and_checkpoint_that_are_verified_are_checked_first(
     _edit_json(out / MANIFEST_NAME, lambda table: table["options"].update(change))
     with pytest.raises(VerificationError, match="records options that no export can have"):
         zexport.verify_export(out, against=exported.source, follow_symlinks=True)
+
+
+def test_steps_of_verl_all_have_the_tag_actor(tmp_path: Path) -> None:
+    run, out = tmp_path / "run", tmp_path / "out"
+    for step in (2, 10):
+        actor = run / f"global_step_{step}" / "actor"
+        actor.mkdir(parents=True)
+        torch.save({"w": values((4, 4), step)}, actor / "model_world_size_1_rank_0.pt")
+    (run / "latest_checkpointed_iteration.txt").write_text("2")
+    zexport.consolidate(run, out)
+    for against in (run, str(run), [run]):
+        assert zexport.verify_export(out, against=against).ok
+    step = run / "global_step_2"
+    shutil.copytree(step / "actor", step / "critic")
+    weights = step / "actor" / "model_world_size_1_rank_0.pt"
+    weights.symlink_to(weights.rename(tmp_path / "elsewhere.pt"))
+    assert zexport.verify_export(out, against=run, follow_symlinks=True).ok
+    step.rename(run / "global_step_3")
+    with pytest.raises(UsageError, match="global_step_3, global_step_10"):
+        zexport.verify_export(out, against=run)
 
 
 # --- a resharded checkpoint ---

@@ -126,21 +126,12 @@ def test_run_of_verl_is_exported_with_its_config(tmp_path: Path) -> None:
     export(tmp_path / "run", tmp_path / "out")
     assert manifest_of(tmp_path / "out")["checkpoint"]["global_steps"] == 2
     verify(tmp_path / "out", "--against", tmp_path / "run")
-    assert zexport.verify_export(tmp_path / "out", against=[tmp_path / "run"]).ok
     assert load(tmp_path / "out")[1] == {}
     assert "FSDP" not in (tmp_path / "out" / "config.json").read_text()
     shutil.copytree(actor, actor.with_name("critic"))
     events = {one.checkpoint: one for one in watch(tmp_path / "run", tmp_path / "outs", ONCE)}
     assert events["global_step_2"].event is EXPORTED
     assert "found actor, critic" in str(events["global_step_10"].failure)
-    step = tmp_path / "run" / "global_step_2"
-    shutil.copytree(step / "actor", step / "critic")
-    weights = step / "actor" / "model_world_size_1_rank_0.pt"
-    weights.symlink_to(weights.rename(tmp_path / "elsewhere.pt"))
-    verify(tmp_path / "out", "--against", tmp_path / "run", "--follow-symlinks")
-    step.rename(step.with_name("global_step_3"))
-    with pytest.raises(zexport.UsageError, match="global_step_3, global_step_10"):
-        verify(tmp_path / "out", "--against", tmp_path / "run")
 
 
 def test_dcp_is_complete_once_its_metadata_is_written(checkpoints: Path, tmp_path: Path) -> None:
