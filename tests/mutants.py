@@ -44,7 +44,7 @@ TESTS = {
     **dict.fromkeys(["ranges/coverage", "ranges/digest", "ranges/reader"], "ranges"),
     "export/checked_reader": "export/test_checked_reader.py job/test_checks.py",
     "export/verify": f"{VERIFY} whole/test_frozen.py",
-    "api/verify": f"{VERIFY} adapters/test_adapter_config.py storage/test_local.py whole/test_api.py",
+    "api/verify": f"{VERIFY} adapters/test_adapter_config.py storage/test_local.py",
     "checkpoint/zero/flat_groups": "checkpoint whole/test_cases.py resharding/test_states_kept.py",
     "checkpoint/boxes": "checkpoint/test_boxes.py",
     **dict.fromkeys(
