@@ -157,6 +157,19 @@ def test_split_weights_are_compared_box_by_box(tmp_path: Path) -> None:
     assert data == np.arange(12, dtype=np.float32).tobytes()
 
 
+def test_boxes_may_turn_rows_around_or_be_empty(tmp_path: Path) -> None:
+    file, rows = StoredFile(tmp_path / "values"), np.arange(2, dtype=np.float32)
+    for values, *boxes in (
+        (rows.reshape(2, 1), ((1, 0), (0, 0), (1, 1)), ((0, 0), (1, 0), (1, 1))),
+        (rows[:1].reshape(1, 1), ((0, 0), (0, 0), (1, 1)), ((0, 1), (0, 1), (1, 0))),
+    ):
+        part = Parameter("w", values.shape, Role.TRAINABLE, {MASTER: file.store(values)})
+        pieces = [Piece(part, *box) for box in boxes]
+        joined = join_boxes("w", part.shape, Role.TRAINABLE, pieces)[0]
+        for one in (joined, cut_boxes(part, part.shape, pieces)):
+            assert file.read(one.source(MASTER)) == values[::-1].tobytes()
+
+
 def test_second_copies_of_weights_and_states_are_compared(tmp_path: Path) -> None:
     file = StoredFile(tmp_path / "values")
     trained = _row(file, MASTER, "exp_avg", "step")

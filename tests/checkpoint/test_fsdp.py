@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Size
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -20,6 +23,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import _StridedShard as Strided
 
 import zexport
 from tests.fuzz.runner import run_plain
@@ -30,6 +35,7 @@ from zexport import DamagedCheckpointError, IncompleteCheckpointError, UnsafeErr
 from zexport.checkpoint.boxes import state_replicas
 from zexport.checkpoint.open import open_checkpoint
 from zexport.checkpoint.state import TrainingState, raise_problems
+from zexport.inspect.strips import strips
 from zexport.ranges.compare import Replica
 from zexport.ranges.dtypes import DType
 from zexport.ranges.reader import SourceReader
@@ -97,12 +103,18 @@ def test_state_equals_live_training(form: str, checkpoints: Path) -> None:
     assert differences(states, live) == []
 
 
-def test_replicas_are_compared_and_flattened_states_left_out(checkpoints: Path) -> None:
+def test_replicas_are_compared_and_flattened_states_left_out(
+    checkpoints: Path, tmp_path: Path
+) -> None:
     state = opened(checkpoints / "hsdp_ranks" / "ckpt")
     assert {one.name for one in state.replicas} == {*state.parameters}
     copies = {one.name for one in state_replicas([state.whole])}
     assert copies >= {"up.weight (exp_avg)", "embed.weight (exp_avg_sq)"}
-    state = opened(checkpoints / "fsdp1_ranks" / "ckpt")
+    folder = shutil.copytree(checkpoints / "fsdp1_ranks" / "ckpt", tmp_path / "ckpt")
+    pieces = {"state": {0: {"exp_avg": torch.ones(6)}}, "param_groups": [{"params": [0]}]}
+    for path in folder.glob("optim_*"):
+        torch.save(pieces, path)  # the first piece has the shape of a weight
+    state = opened(folder)
     assert all("exp_avg" not in one.slots for one in state.parameters.values())
     assert any("FSDP1" in note for note in state.notes)
 
@@ -152,17 +164,77 @@ def _flipped(folder: Path) -> None:
     path.write_bytes(data)
 
 
+def _three_of_accelerate(folder: Path) -> None:
+    for path in folder.glob("model_*"):
+        path.rename(folder / f"pytorch_model_fsdp_rank{path.stem[-1]}.bin")
+    (folder / "pytorch_model_fsdp_rank3.bin").unlink()
+
+
+def _described(what: str, **fields: object) -> Callable[[Path], None]:
+    """Set fields of a weight or of the place of an entry, or places, in .metadata."""
+
+    def damage(folder: Path) -> None:
+        one = FileSystemReader(folder).read_metadata()
+        weight, (place, *_) = one.state_dict_metadata["model.up.weight"], one.storage_data.values()
+        known = {"weight": vars(weight), "place": vars(place), "places": one.storage_data}
+        known[what].update(fields)
+        (folder / ".metadata").write_bytes(pickle.dumps(one))
+
+    return damage
+
+
+def _sharded(what: str, **fields: object) -> Callable[[Path], None]:
+    """Set fields of the placements or of the mesh in rank files; ``None`` removes one."""
+
+    def damage(folder: Path) -> None:
+        for path in folder.glob("model_*"):
+            state = torch.load(path, weights_only=False)
+            own = vars(getattr(state["down.weight"], what))
+            own.update(fields)
+            for key in [key for key, value in fields.items() if value is None]:
+                del own[key]
+            torch.save({"model": state, "step": 1}, path)
+
+    return damage
+
+
 D, I, X = DamagedCheckpointError, IncompleteCheckpointError, UnsafeError  # noqa: E741
+U = zexport.UnsupportedError
 _SHARD = "shard-0000{}-model-00001-of-00001.safetensors"
 _DAMAGES = [
     ("fsdp2_dcp", _without(".metadata"), I, ".metadata is missing"),
     ("fsdp2_dcp", _without("__2_0.distcp"), I, "is missing"),
-    ("fsdp2_dcp", _truncated, D, "ends early"),
+    ("fsdp2_dcp", _truncated, D, r"ends early .found \d+ bytes"),
     ("fsdp2_dcp", _flipped, D, "CRC-32"),
     ("fsdp2_dcp", _metadata(b"__1_0", b"../_0"), X, "cannot be in its folder"),
     ("fsdp2_dcp", _metadata(b"__1_0", rb"..\_0"), X, "cannot be in its folder"),
-    ("fsdp2_dcp", _metadata(b"float32", b"float64"), D, "differs from its description"),
+    ("fsdp2_dcp", _metadata(b"float32", b"float64"), D, "description.*at byte"),
     ("fsdp2_dcp", _metadata(b"BytesStorageMetadata", b"EvilStorageMetadata!"), X, "Evil"),
+    ("fsdp2_dcp", lambda to: os.truncate(to / ".metadata", 129 << 20), U, "more than 128 MiB"),
+    ("fsdp2_dcp", _described("place", relative_path=7), D, "not text"),
+    ("fsdp2_dcp", _described("place", relative_path="\ud800"), I, "lists is missing"),
+    (
+        "fsdp2_dcp",
+        _described("weight", chunks=[ChunkStorageMetadata(7, 7)]),
+        D,
+        "of a chunk is not",
+    ),
+    ("fsdp2_dcp", _described("place", transform_descriptors=["zstd"]), U, "compressed"),
+    (
+        "fsdp2_dcp",
+        _described("places", a=_StorageInfo("__0_0.distcp", 0, 1)),
+        D,
+        "entry of another kind",
+    ),
+    ("fsdp2_dcp", _described("weight", chunks=["all"]), D, "another kind of item"),
+    ("fsdp2_dcp", _described("weight", properties=Metadata({})), U, "dtype"),
+    ("fsdp2_ranks", _three_of_accelerate, I, "ranks 0-2"),
+    ("fsdp2_ranks", lambda to: [torch.save({}, o) for o in to.glob("model_*")], I, "no weights"),
+    ("fsdp2_ranks", _sharded("_spec", dir=os.getcwd), X, "posix.getcwd"),
+    ("fsdp2_ranks", _sharded("device_mesh", _coordinate_on_dim=(4,)), D, "its coordinate"),
+    ("fsdp2_ranks", _sharded("_spec", placements=(Shard(2),)), D, "model.down.*dim 2"),
+    ("fsdp2_ranks", _sharded("_spec", placements=(Strided(0, split_factor=0),)), D, "factor 0"),
+    ("hsdp_ranks", _sharded("_spec", placements=(Strided(0, split_factor=3000),) * 2), D, "3000"),
     ("fsdp2_ranks", _without("model_world_size_4_rank_3.pt"), I, "ranks 0-2"),
     ("fsdp2_ranks", _swap_files, D, "another rank"),
     ("fsdp1_ranks", _swap_files, D, "another rank"),
@@ -186,6 +258,28 @@ def test_damaged_checkpoint_is_rejected(case: _Damage, checkpoints: Path, tmp_pa
     assert caught.value.path is not None
 
 
+_OLD = {"_flatten_mesh_list": (0, 1, 2, 3), "mesh": torch.arange(4).reshape(2, 2)}
+_OLD |= dict.fromkeys(("_layout", "_flatten_rank_map", "_rank"))
+
+
+@pytest.mark.parametrize("fields", [_OLD, {"_flatten_rank_map": ()}])
+def test_other_mesh_is_read(fields: dict[str, Any], checkpoints: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(checkpoints / "hsdp_ranks" / "ckpt", tmp_path / "ckpt")
+    _sharded("device_mesh", **fields)(folder)
+    truth = load_file(checkpoints / "hsdp_ranks" / "truth.safetensors")
+    assert differences(contents(opened(folder))[0], truth) == []
+    _swap_files(folder)
+    with pytest.raises(DamagedCheckpointError, match="another rank"):
+        opened(folder)
+
+
+def test_weight_with_two_boxes_in_a_file_is_drawn_once(checkpoints: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(checkpoints / "fsdp2_tp_ranks" / "ckpt", tmp_path / "ckpt")
+    _sharded("_spec", placements=(Strided(0, split_factor=2), Shard(1)))(folder)
+    state = opened(folder)
+    assert sum(one.nbytes for one in strips(state)) == sum(o.source.nbytes for o in state.tensors)
+
+
 def test_files_with_other_values_end_in_an_answer_or_an_error(
     checkpoints: Path, tmp_path: Path
 ) -> None:
@@ -199,6 +293,7 @@ def test_metadata_of_a_thousand_ranks_opens_without_reading_their_files(tmp_path
     places: dict[MetadataIndex, _StorageInfo] = {}
     for name in names:
         chunks = [ChunkStorageMetadata(Size([n, 0]), Size([1, 8])) for n in range(ranks)]
+        chunks.insert(0, ChunkStorageMetadata(Size([ranks, 0]), Size([0, 8])))
         properties = TensorProperties(dtype=torch.bfloat16)
         tensors[name] = TensorStorageMetadata(properties, Size([ranks, 8]), chunks)
         for rank in range(ranks):
@@ -207,6 +302,8 @@ def test_metadata_of_a_thousand_ranks_opens_without_reading_their_files(tmp_path
     for rank in range(ranks):
         with (tmp_path / f"__{rank}_0.distcp").open("wb") as file:
             file.truncate(len(places) + 1000)
+    places[MetadataIndex("nothing")] = _StorageInfo("nothing", 0, 0)
+    (tmp_path / "nothing").touch()
     metadata = Metadata(tensors, {}, places)
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
     assert [(one.name, one.shape) for one in opened(tmp_path).tensors] == [
@@ -217,3 +314,24 @@ def test_metadata_of_a_thousand_ranks_opens_without_reading_their_files(tmp_path
     del places[MetadataIndex(names[0], Size([7, 0]))]
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
     assert "leave gaps" in str(open_checkpoint(tmp_path).problems)
+
+
+def test_plain_rank_files_have_tied_and_nested_names(tmp_path: Path) -> None:
+    name, one = "model_world_size_{}_rank_{}.pt", torch.ones(3)
+    torch.save({"a": one, "b": one, "c": one[:0], "d": one[:0]}, tmp_path / name.format(1, 0))
+    assert opened(tmp_path).aliases == {"b": "a"}
+    (tmp_path / name.format(1, 0)).unlink()
+    for rank in range(2):
+        torch.save({"model": {"w": torch.ones(2 + rank)}}, tmp_path / name.format(2, rank))
+    with pytest.raises(DamagedCheckpointError, match=r"a box of 'model\.w' exceeds it"):
+        opened(tmp_path)
+
+
+@pytest.mark.parametrize("rows", [0, 2])
+@pytest.mark.parametrize("config", ['{"vocab_size": 3}', '{"text_config": {"vocab_size": 3}}'])
+def test_shard_file_with_few_rows_is_rejected(rows: int, config: str, tmp_path: Path) -> None:
+    info = {"DCP_SHARDING_INFO": '{"w": {"saved_offsets": [0, 0]}}'}
+    save_file({"w": torch.randn(rows, 5)}, tmp_path / _SHARD.format(1), info)
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(IncompleteCheckpointError, match=f"at most {rows} rows"):
+        opened(tmp_path)

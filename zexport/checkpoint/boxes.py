@@ -145,7 +145,7 @@ def cut_boxes(whole: Parameter, shape: Shape, pieces: Iterable[Piece]) -> Parame
         if prod(piece.shape)
     )
     check_cover(f"a part of {whole.name!r}", shape, [(one.start, one.shape) for one in own])
-    if len(own) == 1 and own[0].shape == shape == whole.shape:
+    if len(own) == 1 and shape == whole.shape:
         return whole
     stored = {slot: Boxes(shape, own, slot, dtype) for slot, dtype in whole.slots.items()}
     return Parameter(whole.name, shape, whole.role, stored)

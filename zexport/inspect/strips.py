@@ -101,9 +101,9 @@ def fill_of(tensor: StoredTensor) -> Fill:
 
 
 def _extents(source: ByteSource | None) -> Iterator[Extent]:
-    """Yield where a tensor is; of a mosaic, each tile as a whole."""
+    """Yield where a tensor is; of a mosaic, each source of tiles as a whole."""
     if isinstance(source, Mosaic):
-        for part in source.constituents():
+        for part in dict.fromkeys(source.constituents()):
             yield from _extents(part)
     elif source is not None:
         yield from source.extents(0, source.nbytes)

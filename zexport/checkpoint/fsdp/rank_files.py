@@ -184,7 +184,7 @@ def _of_dtensor(shape: Shape, state: PickleView, meshes: dict[int, Mesh]) -> Loc
         dim = count(placement.need("dim"))
         pieces = count(placement.need("split_factor")) if "_Strided" in placement.where else 1
         if dim >= len(shape) or not 0 < pieces * max(prod(map(len, dims)), 1) <= _BOXES_MAX:
-            one.fail("does not fit the tensor", f"dim {dim}, split_factor {pieces}")
+            placement.fail("does not fit the tensor", f"dim {dim}, split_factor {pieces}")
         dims[dim] = _shard(dims[dim], size, index, pieces)
     if ref.shape != tuple(sum(b - a for a, b in runs) for runs in dims):
         state.fail("has another shape than its placements describe", f"{list(ref.shape)}")
@@ -206,7 +206,7 @@ def _mesh(value: PickleView) -> Mesh:
         sizes = mesh.need("mesh").tensor().shape
     at = mesh.need("_coordinate_on_dim").shape()
     if len(at) != len(sizes) or any(i >= n for i, n in zip(at, sizes, strict=True)):
-        value.fail("does not contain its coordinate", f"{at} in a mesh of {sizes}")
+        mesh.fail("does not contain its coordinate", f"{at} in a mesh of {sizes}")
     root = mesh.get("_root_mesh")
     whole = mesh if root.value is None else fields(root, "DeviceMesh")
     name = "_flatten_rank_map" if whole.has("_flatten_rank_map") else "_flatten_mesh_list"
