@@ -240,6 +240,7 @@ if __name__ == "__main__":
     make = fsdp_checkpoints.made
     made = cache(lambda *kinds: make(Path(mkdtemp()), *kinds))
     fsdp_checkpoints.made = lambda _, *kinds: made(*kinds)  # once, not in every fork
+    fsdp_checkpoints.shared = lambda _: made()
     names = [name.removesuffix(".py") for name in sys.argv[1:]] or [*TESTS]
     folders = sorted({str(HERE / one) for name in names for one in TESTS[name].split()})
     options = ["-qs", "-p", "no:cacheprovider"]

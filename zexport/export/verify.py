@@ -189,7 +189,7 @@ _LOADED = re.compile(
 def _unlisted(out_dir: Path, manifest: Manifest) -> tuple[list[Problem], list[str]]:
     """Return problems for unlisted weights, and names of other files that change what loads."""
     shards = [out_dir / name for name in manifest.shards]
-    of_weights = {(path.parent, path.suffix) for path in shards} | {(out_dir, ".safetensors")}
+    of_weights = {(path.parent, path.suffix) for path in shards}
     unlisted = (names_below(out_dir) | manifest.shards) - {MANIFEST_NAME, *manifest.files}
     problems, added = [], []
     for name in sorted(unlisted):
