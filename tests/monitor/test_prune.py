@@ -5,26 +5,45 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import stat
+import struct
 import time
 import zipfile
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.checkpoints import Run, deepspeed_names, edit, model_file, save, small_model
+from tests.support.checkpoints import (
+    Model,
+    Run,
+    deepspeed_names,
+    edit,
+    model_file,
+    optimizer_file,
+    save,
+    small_model,
+    values,
+)
 from tests.support.forked import typed
+from tests.support.power_cuts import Pair, inode
 from tests.support.pruning import AS_STORED, state_of, tensors_of, trainers_run
+from tests.torture.faults import SYNCS, ended, forked, killing
 from tests.torture.prunings import killed_prunings
 from zexport import (
+    CheckMode,
     CheckpointError,
+    DamagedCheckpointError,
     ExportOptions,
     FindingKind,
     IncompleteCheckpointError,
+    NotACheckpointError,
     OutputError,
+    Progress,
     ReshardOptions,
     TrainingState,
     UnsupportedError,
@@ -37,6 +56,7 @@ from zexport import (
     prune,
     verify_export,
 )
+from zexport.export.report import Phase
 from zexport.monitor import strip
 from zexport.monitor.strip import Place
 
@@ -54,29 +74,43 @@ def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "time_ns", lambda: now() + 120 * 10**9)
 
 
-@pytest.mark.parametrize("case", CASES)
+def _dated(folder: Path) -> dict[str, tuple[int, int]]:
+    """Mode and time of a folder and of all below it, by path in it."""
+    found = {os.path.relpath(one, folder): one.stat() for one in (folder, *folder.rglob("*"))}
+    return {name: (one.st_mode, one.st_mtime_ns) for name, one in found.items()}
+
+
+@pytest.mark.parametrize("case", [*CASES, ""])
 def test_pruned_checkpoint_exports_the_same_weights(case: str, tmp_path: Path) -> None:
-    old = trainers_run(tmp_path / "run", FIXTURES / case / "ckpt")
+    old = trainers_run(tmp_path / "run", FIXTURES / case / "ckpt" if case else None)
     tag_dir = next(path for path in old.iterdir() if path.is_dir() and path.name[0] == "g")
+    (old / "empty").mkdir()
     before, newest = tensors_of(old, tmp_path / "scratch"), state_of(tmp_path / "run/checkpoint-4")
     consolidate(old, tmp_path / "out", AS_STORED)
+    dated, run_dated = _dated(old), _dated(old.parent)
     dry = prune(old, tmp_path / "out", dry_run=True)
-    assert (dry.is_dry_run, dry.pruned, old.exists()) == (True, None, True)
+    assert (dry.is_dry_run, dry.pruned, _dated(old.parent)) == (True, None, run_dated)
     assert dry.tensors == len(before)
-    done = prune(old, tmp_path / "out")
+    seen, began = list[Progress](), time.monotonic()
+    done = prune(old, tmp_path / "out", progress=seen.append)
+    assert 0 < done.seconds < time.monotonic() - began
+    assert {one.phase for one in seen} == {Phase.VERIFY, Phase.WRITE}
+    assert (seen[-1].phase, seen[-1].nbytes_done) == (Phase.WRITE, seen[-1].nbytes_total)
     pruned = tmp_path / "run" / "pruned-checkpoint-2"
     assert (done.pruned, done.nbytes_freed) == (pruned, dry.nbytes_freed)
-    left = sum(one.stat().st_size for one in pruned.rglob("*") if one.name != "zexport_pruned.json")
-    folders = sum(one.stat().st_size for one in pruned.rglob("*") if one.is_dir())
-    assert 0 < done.nbytes_freed == done.nbytes_before - left + folders
+    noted = f"{tag_dir.name}/zexport_pruned.json"
+    left = sum(len(data) for name, (_, data) in state_of(pruned).items() if name != noted)
+    assert 0 < done.nbytes_freed == done.nbytes_before - left
+    assert {name for name, _ in _dated(pruned).items() - dated.items()} == {noted}
+    assert done.removed == ("rng_state_0.pth", "rng_state_1.pth")
+    assert {*done.removed} == dated.keys() - _dated(pruned).keys()
     assert not old.exists()
     assert tensors_of(pruned, tmp_path / "scratch") == before
     assert verify_export(tmp_path / "out", against=pruned).ok
     assert state_of(tmp_path / "run" / "checkpoint-4") == newest
-    assert not [*pruned.glob("rng_state*")]
-    assert (pruned / "trainer_state.json").exists()
-    note = json.loads((pruned / tag_dir.name / "zexport_pruned.json").read_text())
+    note = json.loads((pruned / noted).read_text())
     assert (note["checkpoint"], note["tensors"]) == (str(old), len(before))
+    assert note.keys() > {"zexport_version", "at", "export_manifest", "source"}
     assert {*note["rewritten"]} == {*done.rewritten} != set()
     with pytest.raises(IncompleteCheckpointError, match="zexport prune"):
         plan_reshard(open_checkpoint(pruned), tmp_path / "on-3", ReshardOptions(world_size=3))
@@ -103,6 +137,100 @@ def test_killed_prune_leaves_a_checkpoint_with_the_same_weights(tmp_path: Path) 
     assert killed_prunings(tmp_path, step=31) > 4
 
 
+@contextmanager
+def _interrupted(patch: pytest.MonkeyPatch, call: str, last: str) -> Iterator[None]:
+    """Press Ctrl-C after a call whose last path has this name."""
+    whole = getattr(os, call)
+
+    def act(*paths: Path, **named: Any) -> None:
+        whole(*paths, **named)
+        if Path(paths[-1]).name == last:
+            raise KeyboardInterrupt
+
+    patch.setattr(os, call, act)
+    with pytest.raises(KeyboardInterrupt):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("call", "last"),
+    [("replace", "pruned-checkpoint-2"), ("replace", "old"), ("unlink", "trainer_state.json")],
+)
+def test_interrupted_prune_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, last: str
+) -> None:
+    old, out = trainers_run(tmp_path / "run"), tmp_path / "out"
+    consolidate(old, out)
+    with monkeypatch.context() as patch, _interrupted(patch, call, last):
+        prune(old, out)
+    left = state_of(tmp_path / "run")
+    assert prune(old, out, dry_run=True).is_dry_run
+    assert state_of(tmp_path / "run") == left
+    done = prune(old, out)
+    assert verify_export(out, against=done.pruned).ok
+    names = {path.name for path in old.parent.iterdir()}
+    assert names == {"checkpoint-4", "pruned-checkpoint-2"}
+
+
+def test_work_of_a_killed_prune_is_not_a_save_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save(small_model(), Run(), tmp_path, "written") / "written"
+    for path in folder.iterdir():
+        os.utime(path, (1000, 1000))
+    consolidate(folder, tmp_path / "out")
+    act = partial(prune, folder, tmp_path / "out", even_newest=True)
+    with pytest.raises(OutputError, match="last minute"):
+        act()
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time_ns", lambda: 1 << 62)
+        assert ended(forked(act, killing(2, ("link",)))) == -9
+    assert act().nbytes_freed > 0
+
+
+def test_new_files_and_names_are_on_the_disk_before_the_old_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a file system without hard links, where files are copied."""
+    old, replace = trainers_run(tmp_path / "run"), os.replace
+    consolidate(old, tmp_path / "out")
+    synced, waiting = dict[Pair, object](), set[Path]()
+
+    def content(one: int | Path) -> tuple[Pair, object]:
+        status = os.stat(one)  # noqa: PTH116 - or a descriptor
+        is_folder = stat.S_ISDIR(status.st_mode)
+        return inode(status), (*sorted(os.listdir(one)),) if is_folder else status.st_size  # noqa: PTH208
+
+    def link(*_: object) -> None:
+        raise PermissionError
+
+    def rename(path: Path, name: Path) -> None:
+        if path.is_dir():
+            waiting.update([path, *path.rglob("*")] if name.parent == old.parent else [])
+            assert synced.items() >= dict(map(content, waiting)).items()
+            waiting.clear()
+            waiting.update((path.parent, name.parent))
+        replace(path, name)
+
+    monkeypatch.setattr(os, "link", link)
+    monkeypatch.setattr(os, "replace", rename)
+    for name in SYNCS:
+        monkeypatch.setattr(os, name, lambda one: synced.update([content(one)]))
+    prune(old, tmp_path / "out")
+    assert waiting == {old.with_name("pruned-checkpoint-2.partial")}
+
+
+def test_flipped_bit_that_no_export_reads_is_refused(tmp_path: Path) -> None:
+    old, out = trainers_run(tmp_path / "run"), tmp_path / "out"
+    path = next(old.glob("*/*_optim_states.pt"))
+    edit(path, lambda state: state["optimizer_state_dict"].update(scales=torch.ones(3)))
+    _flip_a_bit(path, size=12)
+    consolidate(old, out)
+    with pytest.raises(DamagedCheckpointError, match="CRC-32"):
+        prune(old, out)
+    assert old.exists()
+
+
 def _best_of_the_run(old: Path, _: Path) -> None:
     state = old.with_name("checkpoint-4") / "trainer_state.json"
     state.write_text(json.dumps({"global_step": 4, "best_model_checkpoint": "/far/checkpoint-2"}))
@@ -123,16 +251,23 @@ def _newer_one_is_cut_short(old: Path, _: Path) -> None:
     newer.write_bytes(newer.read_bytes()[:500])
 
 
+def _flip_a_bit(path: Path, size: int = 16, at: int = 0) -> None:
+    """Of a byte of the smallest tensor with ``size`` bytes or more; its CRC-32 stays."""
+    data = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as content:
+        found = (one for one in content.infolist() if "/data/" in one.filename)
+        tensor = min((one for one in found if one.file_size >= size), key=lambda o: o.file_size)
+    begin = (
+        tensor.header_offset + 30 + sum(struct.unpack_from("<HH", data, tensor.header_offset + 26))
+    )
+    data[begin + at % tensor.file_size] ^= 1
+    path.write_bytes(data)
+    os.utime(path, (1000, 1000))
+
+
 def _newer_one_has_a_flipped_bit(old: Path, _: Path) -> None:
     """``torch.load`` does not notice: it checks no CRC-32."""
-    newer = next(old.with_name("checkpoint-4").glob("*/*_optim_states.pt"))
-    with zipfile.ZipFile(newer) as content:
-        tensors = [one for one in content.infolist() if "/data/" in one.filename]
-    largest = max(tensors, key=lambda one: one.file_size)
-    data = bytearray(newer.read_bytes())
-    data[largest.header_offset + largest.file_size] ^= 1
-    newer.write_bytes(data)
-    os.utime(newer, (1000, 1000))
+    _flip_a_bit(next(old.with_name("checkpoint-4").glob("*/*_optim_states.pt")))
 
 
 def _link_of_the_run(old: Path, _: Path) -> None:
@@ -164,6 +299,8 @@ def test_checkpoint_to_resume_from_needs_even_newest(
     consolidate(old, out)
     change(old, out)
     before = state_of(tmp_path / "run")
+    with pytest.raises(UsageError, match=why):
+        prune(old, out)
     for words in ((), ("--dry-run",)):
         refused = typed("prune", old, "--export", out, *words)
         assert refused.returncode == UsageError.exit_code
@@ -195,7 +332,9 @@ def _exported_without_frozen(old: Path, out: Path) -> None:
 
 
 def _pruned_one_exists(old: Path, _: Path) -> None:
-    old.with_name("pruned-checkpoint-2").mkdir()
+    note = old.with_name("pruned-checkpoint-2") / "global_step2" / "zexport_pruned.json"
+    note.parent.mkdir(parents=True)
+    note.write_text("{")
 
 
 def _link_itself(old: Path, _: Path) -> None:
@@ -209,8 +348,8 @@ def _link_itself(old: Path, _: Path) -> None:
         (_link_inside, "contains a link"),
         (_link_itself, "a link"),
         (_still_written, "may still be writing it"),
-        (_exported_with_allow, "--allow"),
-        (_exported_without_frozen, "--exclude-frozen"),
+        (_exported_with_allow, "with --allow,"),
+        (_exported_without_frozen, "with --exclude-frozen,"),
         (_pruned_one_exists, "another checkpoint"),
     ],
 )
@@ -264,7 +403,7 @@ def test_export_of_another_step_or_tag_is_refused(tmp_path: Path) -> None:
 def test_latest_names_what_a_plain_run_resumes_from(tmp_path: Path) -> None:
     run = tmp_path / "run"
     for step in (2, 4, 6):
-        save(small_model(), Run(steps=step), run, f"global_step{step}")
+        save(small_model(), Run(steps=step, legacy=step == 4), run, f"global_step{step}")
     (run / "latest").write_text("global_step4")
     for step in (2, 4):
         consolidate(run / f"global_step{step}", tmp_path / f"{step}", AS_STORED)
@@ -290,7 +429,8 @@ def test_latest_names_what_a_plain_run_resumes_from(tmp_path: Path) -> None:
 def test_best_checkpoint_of_lightning_is_refused(tmp_path: Path) -> None:
     run = tmp_path / "run"
     for step in (2, 4, 6):
-        best = {"best_model_path": "/far/epoch=2-step=2.ckpt", "best_model_score": torch.ones(())}
+        path = "/far/epoch=4-step=4.ckpt" if step == 2 else "/far/epoch=2-step=2.ckpt"
+        best = {"best_model_path": path, "best_model_score": torch.ones(())}
         callbacks = {"ModelCheckpoint{}": best, "Timer": {"elapsed": 1.0}, "Odd": []}
         client = {"callbacks": callbacks, "epoch": step, "global_step": step}
         name = f"epoch={step}-step={step}.ckpt"
@@ -300,6 +440,19 @@ def test_best_checkpoint_of_lightning_is_refused(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=why):
             prune(run / f"epoch={step}-step={step}.ckpt", tmp_path / f"{step}")
     assert prune(run / "epoch=4-step=4.ckpt", tmp_path / "4").nbytes_freed > 0
+
+
+@pytest.mark.usefixtures("settled")
+@pytest.mark.parametrize("highest", [1, 2])
+def test_resume_from_the_highest_step_is_checked(tmp_path: Path, highest: int) -> None:
+    """Also if a restarted run has saved another since, or the folder has another model."""
+    for name, step in (("0", 0), (f"{highest}", 1), (f"{3 - highest}", 0), ("last", 5)):
+        run = Run(steps=step, client_state={"epoch": 0, "global_step": step})
+        save(small_model(), run, tmp_path / f"epoch={name}.ckpt", "checkpoint")
+    consolidate(tmp_path / "epoch=0.ckpt", tmp_path / "out")
+    _flip_a_bit(next((tmp_path / f"epoch={highest}.ckpt").glob("*/*_optim*")))
+    with pytest.raises(UsageError, match=f"resume from epoch={highest}"):
+        prune(tmp_path / "epoch=0.ckpt", tmp_path / "out")
 
 
 @pytest.mark.usefixtures("settled")
@@ -316,43 +469,61 @@ def test_run_folder_is_never_taken_for_a_checkpoint(tmp_path: Path) -> None:
         with pytest.raises(UsageError):
             prune(run / "global_step2", tmp_path / f"{run.name}-out")
         assert (run / "global_step2").exists()
+    next(run.glob("global_step2/*_optim*")).unlink()  # a Trainer does not resume from `latest`
+    consolidate(run / "checkpoint-2", tmp_path / "out")
+    assert prune(run / "checkpoint-2", tmp_path / "out").nbytes_freed > 0
 
 
-@pytest.mark.parametrize("moment", ["while it is proved", "while it is renamed"])
+@pytest.mark.parametrize(
+    ("call", "ends"),
+    [
+        ("link", ["changed during pruning"]),
+        ("replace", ["changed during pruning"]),
+        ("replace", ["Ctrl-C", "changed during pruning"]),
+    ],
+)
 def test_checkpoint_that_changes_meanwhile_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, ends: list[str]
 ) -> None:
     old = trainers_run(tmp_path / "run")
     consolidate(old, tmp_path / "out")
-    before = state_of(tmp_path / "run")
-    whole = os.replace if moment.endswith("renamed") else os.link
+    before, whole = state_of(tmp_path / "run"), getattr(os, call)
 
     def change(path: Path, *more: object, **named: object) -> None:
         if Path(path).is_relative_to(old):
             (old / "notes.txt").write_text("written since")
-        whole(path, *more, **named)  # type: ignore[arg-type]
+        whole(path, *more, **named)
+        if "Ctrl-C" in ends and Path(path) == old:
+            raise KeyboardInterrupt("Ctrl-C")
 
-    monkeypatch.setattr(os, whole.__name__, change)
     with pytest.raises(CheckpointError, match="changed during pruning"):
-        prune(old, tmp_path / "out")
+        prune(old, tmp_path / "out", dry_run=True, progress=lambda _: (old / "new").touch())
+    (old / "new").unlink()
+    monkeypatch.setattr(os, call, change)
+    for end in ends:
+        with pytest.raises((CheckpointError, KeyboardInterrupt), match=end):
+            prune(old, tmp_path / "out")
     (old / "notes.txt").unlink()
     assert state_of(tmp_path / "run") == before
     assert not [*old.parent.glob("pruned-checkpoint-2")]
 
 
-def _flip_in_a_new_file(place: Place) -> None:
-    path = next(place.tag_in(place.new).glob("*_optim_states.pt"))
-    with zipfile.ZipFile(path) as content:
-        largest = max(content.infolist(), key=lambda one: one.file_size)
-    data = bytearray(path.read_bytes())
-    data[largest.header_offset + largest.file_size // 2 + 64] ^= 1
-    path.write_bytes(data)
+def _is_read_differently(place: Place) -> None:
+    for path in place.tag_in(place.new).glob("*_model_states.pt"):
+        own = Path(shutil.copy(path, path.with_suffix(".new"))).replace(path)
+        edit(own, lambda state: state.update(skipped_steps=1))
+
+
+def _new_file(place: Place, rank: int) -> Path:
+    return next(place.tag_in(place.new).glob(f"*_rank_{rank}_*_optim_states.pt"))
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (_flip_in_a_new_file, "differ"),
+        (_is_read_differently, "read differently"),
+        (lambda place: _flip_a_bit(_new_file(place, 0)), "replicas differ"),
+        (lambda place: _flip_a_bit(_new_file(place, 1), size=256, at=-1), "CRC-32"),  # padding
         (lambda place: shutil.rmtree(place.folder.with_name("checkpoint-4")), "newest complete"),
     ],
 )
@@ -368,6 +539,8 @@ def test_nothing_is_removed_unless_the_new_files_and_the_run_still_allow_it(
 
     def build_and_change(opened: TrainingState, place: Place, *rest: Any) -> None:
         build(opened, place, *rest)
+        with pytest.raises(NotACheckpointError, match="is not finished"):
+            open_checkpoint(place.work)
         change(place)
 
     monkeypatch.setattr("zexport.monitor.prune.build", build_and_change)
@@ -377,22 +550,58 @@ def test_nothing_is_removed_unless_the_new_files_and_the_run_still_allow_it(
     assert not (tmp_path / "run" / "pruned-checkpoint-2").exists()
 
 
-def test_parts_on_several_nodes_are_pruned_together(tmp_path: Path) -> None:
-    for node in range(2):
-        old = trainers_run(tmp_path / "all" / f"node{node}")
-        for path in old.parent.glob(f"*/*/*zero_pp_rank_{1 - node}_*"):
+@pytest.mark.usefixtures("settled")
+@pytest.mark.parametrize(("name", "is_interrupted"), [("checkpoint", False), ("tag", True)])
+def test_parts_on_several_nodes_are_pruned_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_interrupted: bool
+) -> None:
+    parts = [tmp_path / "all" / f"node{node}" / f"{name}-2" for node in range(2)]
+    for node, part in enumerate(parts):
+        trainers_run(part.parent)
+        for step in (2, 4) if name == "tag" else ():
+            save(small_model(), Run(steps=step), part.parent, f"tag-{step}")
+            shutil.rmtree(part.with_name(f"checkpoint-{step}"))
+        for path in part.parent.rglob(f"*zero_pp_rank_{1 - node}_*"):
             path.unlink()
-    parts = [tmp_path / "all" / f"node{node}" / "checkpoint-2" for node in range(2)]
     before = state_of(parts[0])
     consolidate(parts, tmp_path / "out", AS_STORED)
     with pytest.raises(CheckpointError):
         prune(parts[0], tmp_path / "out")
     assert state_of(parts[0]) == before
+    if is_interrupted:
+        with _interrupted(monkeypatch, "replace", "old"):
+            prune(parts, tmp_path / "out")
+        monkeypatch.undo()
+        for part in parts:
+            shutil.rmtree(part.with_name(f"{name}-4"))
     done = prune(parts, tmp_path / "out")
-    assert len(done.rewritten) == 2
-    pruned = [part.with_name("pruned-checkpoint-2") for part in parts]
+    assert len(done.rewritten) == 2 - is_interrupted
+    pruned = [part.with_name(f"pruned-{name}-2") for part in parts]
     assert not any(part.exists() for part in parts)
     assert verify_export(tmp_path / "out", against=pruned).ok
+
+
+@pytest.mark.usefixtures("settled")
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"check": CheckMode.FULL}, "1 of 30000"),
+        ({"base": Path("none")}, "--base is not a folder"),
+        ({"adapter_config": Path("none")}, "not an adapter_config.json"),
+    ],
+)
+def test_arguments_of_verify_count(given: dict[str, Any], why: str, tmp_path: Path) -> None:
+    shapes = {"A": (2, 15_000), "B": (4, 2)}
+    model = Model([{f"w.lora_{n}.default.weight": values(s, 1) for n, s in shapes.items()}])
+    old = save(model, Run(stage=2), tmp_path / "run") / "global_step2"
+    partitions = "single_partition_of_fp32_groups"
+    change = lambda state: state["optimizer_state_dict"][partitions][0][4321:4322].add_(1)  # noqa: E731
+    edit(optimizer_file(old, model, 0), change)
+    config, out = tmp_path / "config.json", tmp_path / "out"
+    config.write_text(json.dumps({"peft_type": "LORA", "r": 2, "target_modules": ["w"]}))
+    consolidate(old, out, ExportOptions(adapter_config=config))
+    with pytest.raises(ZexportError, match=why):
+        prune(old, out, even_newest=True, **{"adapter_config": config, **given})
 
 
 @pytest.mark.parametrize("damage", ["a flipped bit", "another checkpoint's", "no manifest"])
@@ -426,11 +635,22 @@ def test_checkpoint_without_optimizer_states_files_is_refused(case: str, tmp_pat
         prune(old, tmp_path / "out")
 
 
-def test_bucket_and_several_tags_are_refused(tmp_path: Path) -> None:
+def test_bucket_several_tags_and_mount_point_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(OutputError, match="object storage"):
         prune("s3://bucket/run/checkpoint-2", "out")
+    with pytest.raises(CheckpointError, match="permissions"):
+        prune("name" * 99, "out")
+    (tmp_path / ".metadata").touch()
+    with pytest.raises(UnsupportedError, match="only checkpoints of DeepSpeed"):
+        prune(tmp_path, "out")
     old = trainers_run(tmp_path / "run")
     consolidate(old, tmp_path / "out", AS_STORED)
     shutil.copytree(old / "global_step2", old / "global_step3")
     with pytest.raises(UnsupportedError, match="several tags"):
+        prune(old, tmp_path / "out")
+    shutil.rmtree(old / "global_step3")
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path).name == "global_step2")
+    with pytest.raises(OutputError, match="mount point"):
         prune(old, tmp_path / "out")

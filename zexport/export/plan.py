@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
+from zexport.checkpoint.resolve import original_name
 from zexport.checkpoint.state import StoredTensor, TrainingState, source_of
 from zexport.errors import MemoryLimitError
 from zexport.export.weights import Tensors
@@ -257,7 +258,7 @@ class ExportPlan(Struct, frozen=True):
         """
         paths = [source.path for source in self.sources]
         folders = {path.parent for path in paths if path.suffix == ".pt"}
-        if len({folder.name for folder in folders}) == 1:  # one tag, in a folder or one a node
+        if len({original_name(one.name) for one in folders}) == 1:  # one tag, maybe on many nodes
             return {path: path.name for path in paths}
         above = next(((one, *one.parents) for one in folders), ())
         root = next((top for top in above if all(f.is_relative_to(top) for f in folders)), None)

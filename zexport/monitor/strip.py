@@ -101,7 +101,7 @@ class Place(Struct, frozen=True):
 
     @property
     def new(self) -> Path:
-        return self.work / self.original.name
+        return self.work / "new" / self.original.name
 
     @property
     def old(self) -> Path:
@@ -155,8 +155,7 @@ def build(
         make_folder(written)
         if exists(place.target):  # of an interrupted call
             rename(place.target, place.work / "earlier")
-    if files:
-        _write(_plan(opened, place, [*files.values()]), written, progress)
+    _write(_plan(opened, place, [*files.values()]), written, progress)
     omitted = {*files, *place.for_resume()}
     with writing(place.work):
         for path in leaves(place.folder):
@@ -184,6 +183,8 @@ def _write(plan: ExportPlan, folder: Path, progress: Callable[[Progress], None] 
     with WeightReader.of_plan(plan) as sources:
         sources.compare()
         write_files(plan, plan.shards, folder, journal, sources, VerifyMode.NONE, meter)
+        for receipt in filter(None, (journal.find(one.filename) for one in plan.shards)):
+            sources.take(journal.ranges(receipt))
         sources.finish()
 
 
