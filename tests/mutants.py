@@ -23,7 +23,6 @@ from contextlib import suppress
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from random import Random
 from tempfile import gettempdir, mkdtemp
 from types import CodeType, FunctionType
 from typing import Any, NoReturn
@@ -53,10 +52,7 @@ TESTS = {
     "monitor/policy": "monitor/test_policy.py",
     **dict.fromkeys(["monitor/prune", "monitor/strip"], "monitor/test_prune.py"),
 }
-SLOW, SAMPLE, PROCESSES = {"flat_groups", "dcp", "rank_files", "prune", "strip"}, 60, 3
-"""Of a slow module, a sample is run, always the same."""
-
-HANGS_S, TESTS_S = 30, 12.0
+PROCESSES, HANGS_S, TESTS_S = 3, 30, 12.0
 """When a test hangs, and how long the tests of one mutant may take."""
 
 ENDS = {b".": "hung", b"k": "killed", b"s": "survived", b"x": "not run"}
@@ -139,24 +135,23 @@ class Runner:
         self.path, wrapper = path, MetadataWrapper(cst.parse_module(path.read_text()))
         self.module, self.places = wrapper.module, wrapper.resolve(PositionProvider)
         self.parents, every = wrapper.resolve(ParentNodeProvider), [*_changes(wrapper.module)]
-        count = SAMPLE if path.stem in SLOW else len(every)
-        chosen = sorted(Random(0).sample(range(len(every)), count))
         module = path.relative_to(ZEXPORT).with_suffix("").as_posix()
+        files = tuple(f"tests/{one}" for one in TESTS[module].split())
+        self.own = [item for item in self.seconds if item.nodeid.startswith(files)]
         ends, before = Counter[str](), self.module.code.splitlines()
         with ThreadPoolExecutor(PROCESSES) as pool:
-            found = pool.map(self._end, [every[at] for at in chosen])
-            for at, end in zip(chosen, found, strict=True):
-                if end == "survived":
-                    after = self.module.deep_replace(*every[at]).code.splitlines()
+            for change, end in zip(every, pool.map(self._end, every), strict=True):
+                if end not in {"killed", "hung"}:
+                    after = self.module.deep_replace(*change).code.splitlines()
                     lines = [*difflib.unified_diff(before, after, lineterm="", n=0)][3:]
-                    change = "\n".join([self._function(every[at][0]), *lines])
-                    if (module, change) in EQUIVALENT:
+                    shown = "\n".join([self._function(change[0]), *lines])
+                    if (module, shown) in EQUIVALENT:
                         ends["equivalent"] += 1
                         continue
-                    print(f"@@ {change}", flush=True)
+                    print(f"@@ {shown}", flush=True)
                 ends[end] += 1
         self.survived += ends["survived"]
-        print(f"{module}: {len(chosen)} of {len(every)} mutants, {dict(ends)}", flush=True)
+        print(f"{module}: {len(every)} mutants, {dict(ends)}", flush=True)
         statement = self.module.body[-1]
         assert self._end((statement, statement)) == "survived", "tests fail without a mutant"
 
@@ -173,7 +168,7 @@ class Runner:
         last = self.places[node.body].start if is_block else self.places[node].end
         lines = range(self.places[node].start.line, last.line + 1)
         names, spent, chosen = {n for at in lines for n in self.reached.get(at, ())}, 0.0, []
-        for item in sorted(self.seconds, key=lambda i: self.seconds[i] / (1 + self.kills[i])):
+        for item in sorted(self.own, key=lambda i: self.seconds[i] / (1 + self.kills[i])):
             if item.nodeid in names and spent + self.seconds[item] < TESTS_S:
                 spent += self.seconds[item]
                 chosen.append(item)

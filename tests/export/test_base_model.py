@@ -140,6 +140,11 @@ def test_verify_finds_the_base_that_the_manifest_records(
     verify(out, "--against", root)
     with pytest.raises(UsageError, match="Pass the base model of the export"):
         verify(out, "--against", root, "--base", decoy)
+    recorded = {**manifest_of(out)["options"], "adapter_name": "of another run"}
+    edit_json(out / "zexport_manifest.json", options=recorded)
+    with pytest.raises(UsageError, match="no adapter is named") as caught:
+        verify(out, "--against", root)
+    assert "--base" not in caught.value.hint
     (tmp_path / "elsewhere").write_text("{")
     (root / "adapter_config.json").unlink()
     (root / "adapter_config.json").symlink_to(tmp_path / "elsewhere")
