@@ -44,7 +44,8 @@ TESTS = {
     "export/checked_reader": "export/test_checked_reader.py job/test_checks.py",
     "export/verify": f"{VERIFY} whole/test_frozen.py",
     "api/verify": f"{VERIFY} adapters/test_adapter_config.py storage/test_local.py",
-    "checkpoint/zero/flat_groups": "checkpoint whole/test_cases.py resharding/test_states_kept.py",
+    "checkpoint/zero/flat_groups": "checkpoint export/test_proof.py resharding/test_refusals.py "
+    "resharding/test_states_kept.py whole/test_cases.py",
     "checkpoint/boxes": "checkpoint/test_boxes.py",
     **dict.fromkeys(
         ["checkpoint/fsdp/dcp", "checkpoint/fsdp/rank_files"], "checkpoint/test_fsdp.py"

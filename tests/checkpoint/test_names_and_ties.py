@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tests.support.checkpoints import Model, Run, edit, model_file, save, small_model, values
-from zexport import Role, TrainingState, open_checkpoint
+from tests.support.real_cases import facts_of
+from zexport import DamagedCheckpointError, Role, TrainingState, consolidate, open_checkpoint
 
 _STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 
@@ -34,7 +35,7 @@ def _changed(
 @_STAGES
 def test_every_tensor_has_its_role(stage: int, tmp_path: Path) -> None:
     model = small_model()
-    checkpoint = _opened(model, Run(stage=stage), tmp_path)
+    checkpoint = _opened(model, Run(stage=stage, world_size=5), tmp_path)
     named = {tensor.name: tensor for tensor in checkpoint.tensors}
     assert len(named) == len(checkpoint.tensors)
     for role, stored in (
@@ -76,6 +77,19 @@ def test_unrecorded_ties_are_found_by_shared_storage(
     assert len(checkpoint.tensors) == len(model.tensors)
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_tied_weight_is_compared_if_it_is_stored_twice(stage: int, tmp_path: Path) -> None:
+    root, name = tmp_path / "run", "head.weight"
+    checkpoint = _changed(root, Run(stage=stage), lambda state: state["module"].pop(name))
+    assert checkpoint.aliases == {name: "emb.weight"}
+    weight = values((13, 7), 2, torch.bfloat16)
+    for other, words in ((weight, name), (weight.long(), "not a rounded copy")):
+        (path,) = root.glob("*/*model_states.pt")
+        edit(path, lambda state, other=other: state["module"].update({name: other}))  # type: ignore[misc]
+        with pytest.raises(DamagedCheckpointError, match=words):
+            consolidate(root, tmp_path / "out")
+
+
 @_STAGES
 def test_empty_weights_are_kept(stage: int, tmp_path: Path) -> None:
     def empty(name: str) -> dict[str, torch.Tensor]:
@@ -102,10 +116,10 @@ def test_unlisted_empty_weights_are_trainable(stage: int, tmp_path: Path) -> Non
     run = Run(stage=stage, client_state={"shared_params": {"wide": "none"}})
     checkpoint = _changed(tmp_path, run, add)
     assert "wide" not in checkpoint.aliases
-    named = {tensor.name: tensor for tensor in checkpoint.tensors}
+    roles = {tensor.name: tensor.role for tensor in checkpoint.tensors}
     for name, shape in (("none", (0,)), ("wide", (3, 0))):
-        one = named[name]
-        assert (one.shape, one.role, one.dtype.torch_name) == (shape, Role.TRAINABLE, "float32")
+        assert roles[name] is Role.TRAINABLE
+        assert facts_of(checkpoint)[name] == (torch.float32, shape, b"")
 
 
 @pytest.mark.parametrize("owners", [1, 2])

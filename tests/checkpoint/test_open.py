@@ -33,7 +33,7 @@ def test_missing_model_states_matter_only_with_frozen_weights(tmp_path: Path) ->
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_all_optimizer_states_missing_is_incomplete(stage: int, tmp_path: Path) -> None:
     root = save(small_model(), Run(stage=stage), tmp_path)
-    for path in root.glob("*/*_optim_states.pt"):
+    for path in [*root.glob("*/*_optim_states.pt"), *root.glob("*/*rank_1_*_model_states.pt")]:
         path.unlink()
     (problem,) = open_checkpoint(root).problems
     assert (type(problem), problem.path) == (IncompleteCheckpointError, root / "global_step2")

@@ -121,6 +121,12 @@ def in_16_bits(state: State) -> None:
     flats[:] = [one.half() for one in flats]
 
 
+def shorter(state: State) -> None:
+    own = state["optimizer_state_dict"]
+    flats = own.get("single_partition_of_fp32_groups") or own["fp32_flat_groups"]
+    flats[0] = flats[0][:-1].clone()
+
+
 def other_step(state: State) -> None:
     for one in of_parameters(state)["state"].values():
         one["step"] = torch.tensor(77.0)
@@ -136,6 +142,7 @@ RANKS = [
     (Z2, update(O1, "optimizer_state_dict", zero_stage=1), D, "stage"),
     (Z2, edit(O1, other_step), D, "optimizer step"),
     (Z2, edit(O1, in_16_bits), D, "do not have one floating-point dtype"),
+    *((name, edit(one, shorter), D, "do not add up") for name, one in ((Z2, O0), (Z3, O1))),
     (Z3, update(M1, dp_world_size=3), D, "size"),
     (T2, gone("*mp_rank_01_optim*"), I, "mp_rank_01_optim"),
 ]
@@ -174,7 +181,8 @@ GROUPS = [
     ),
     (Z2T, exchange(O0, O1), D, "partition"),
     (MOE2, exchange(O0, O1), D, "partition"),
-    (Z2, edit(MODEL, swapped_names), D, "param_slice_mappings"),
+    (Z2, edit(MODEL, swapped_names), D, "q_proj.weight' at (6560, 8) in its param_slice_mappings"),
+    (Z2, edit(MODEL, lambda s: s["buffer_names"].append(WEIGHT)), D, f"the name {WEIGHT!r}"),
     (Z3, edit(M0, swapped_names), D, "different"),
     ("z3_w2_bf16_sub1000", edit(OPTIM, lambda s: s[STATE]["fp32_flat_groups"].reverse()), D, ""),
     (Z2T, update(OPTIM, STATE, zero_stage=3), D, "ZeRO-3"),
@@ -201,6 +209,7 @@ Z3F = "z3_w2_bf16_frozen"
 FROZEN = [
     (Z3F, edit(MODEL, frozen(torch.Tensor.char)), U, "quantized"),
     (Z3F, edit(MODEL, lambda s: s["frozen_param_shapes"].update(other=(8,))), D, "other"),
+    (Z3F, edit(M1, frozen(lambda part: part[:-1].clone())), D, "wrong length"),
 ]
 
 

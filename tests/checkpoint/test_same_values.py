@@ -10,7 +10,7 @@ import torch
 
 import zexport
 from tests.checkpoint import test_refused as damages
-from tests.checkpoint.test_refused import EXPP0, M1, MODEL, MOE0, O1, T2, Z2, Z3, edit, lists
+from tests.checkpoint.test_refused import EXPP0, M1, MODEL, MOE0, O0, O1, T2, Z2, Z3, edit, lists
 from tests.support.real_cases import copied, facts_of
 
 State = Any
@@ -30,6 +30,17 @@ def projected(state: State) -> None:
 def unmarked(state: State) -> None:
     damages.unnamed(state)
     state["optimizer"]["optimizer_state_dict"]["param_groups"][1].pop("moe")
+
+
+def dealt_out(state: State) -> None:
+    state["ds_config"]["zero_optimization"]["round_robin_gradients"] = True
+    for own in state.get("optimizer_state_dict", {}).get("param_slice_mappings", ()):
+        own.popitem()
+
+
+def without_frozen(state: State) -> None:
+    for name in state["frozen_param_fragments"]:
+        del state["module"][name]
 
 
 def resaved(root: Path) -> None:
@@ -55,6 +66,9 @@ def resaved(root: Path) -> None:
         ("moe_z0_w2_ep2_fp32", damages.gone(EXPP0)),
         ("moe_z0_w2_ep2_fp32", damages.gone("expp_rank_*")),
         ("z2_w2_bf16_tied", edit(MODEL, lambda state: state.pop("shared_params"))),
+        (Z2, damages.drop(O0, damages.STATE, "param_slice_mappings")),
+        (Z2, edit("*_states.pt", dealt_out)),
+        ("z2_w2_bf16_lora", edit(MODEL, without_frozen)),
         ("z3_w2_bf16", resaved),
         (Z2, damages.update(O1, "ds_config", wandb={"enabled": False})),
         (Z3, damages.update(O1, "ds_config", "zero_optimization", offload_optimizer=NVME)),

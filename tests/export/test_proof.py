@@ -42,6 +42,7 @@ def test_every_trained_element_is_accounted_for(name: str, tmp_path: Path) -> No
     files = [torch.load(path, weights_only=False) for path in root.rglob("*optim_states.pt")]
     total = sum(flat.numel() for state in files for flat in flats_of(state))
     assert found.pop("total") == total == sum(found.values())
+    assert {*map(type, found.values())} == {int}
     stored = zexport.open_checkpoint(root).tensors
     trained = sum(tensor.numel for tensor in stored if tensor.role is zexport.Role.TRAINABLE)
     assert (found["used"], found["left_out"]) == (trained, 0)

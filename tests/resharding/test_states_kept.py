@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,14 +16,17 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import zexport
+from tests.support.checkpoints import Model, Run, edit, save, values
 from tests.support.oracles import same
 from tests.support.raw_states import plain, raw_states, universal_states
 from tests.support.real_cases import FIXTURES
 from tests.support.sparse_checkpoint import write_sparse_zero3
 from zexport import (
+    DamagedCheckpointError,
     ExportOptions,
     NameLayout,
     ReshardOptions,
+    ResumeFormat,
     TrainingState,
     consolidate,
     open_checkpoint,
@@ -153,6 +157,85 @@ def test_resharding_twice_equals_the_source(tmp_path: Path) -> None:
                 file["ds_config"]["zero_optimization"] = {}
                 file.get("optimizer_state_dict", {}).pop("loss_scaler", None)
             assert plain(one) == plain(other)
+
+
+def _edit(root: Path, rank: int, change: Callable[[Any], object]) -> None:
+    """Change what the wrapped optimizer of a rank recorded."""
+    (path,) = root.glob(f"*/*rank_{rank}_*_optim_states.pt")
+    edit(path, lambda state: change(state["optimizer_state_dict"]["base_optimizer_state"]))
+
+
+def _muon_run(root: Path, world_size: int) -> dict[str, torch.Tensor]:
+    """Write a ZeRO-2 run; return the momentum of matrices, whole on ranks with a part of them."""
+    shapes = {"wide": (3, 7), "none": (0, 4), "tall": (9, 2), "last": (2, 3)}
+    matrices = {name: values(shape, at) for at, (name, shape) in enumerate(shapes.items())}
+    momentum = {name: one.neg().bfloat16().reshape(-1) for name, one in matrices.items()}
+    run = Run(stage=2, world_size=world_size, optimizer_step=None)
+    save(Model([{"bias": values((5,), 9)}, matrices]), run, root)
+    full = -(-sum(map(len, momentum.values())) // (2 * world_size)) * 2
+    for rank in range(world_size):
+        own, end = [torch.empty(0, dtype=torch.bfloat16)], 0
+        for one in momentum.values():
+            begin, end = end, end + len(one)
+            own += [one] if begin < (rank + 1) * full and end > rank * full else []
+
+        def change(inner: Any, own: list[torch.Tensor] = own) -> None:
+            every = enumerate((inner["state"][0]["exp_avg"], torch.cat(own)))
+            inner["state"] = {number: {"momentum_buffer": one} for number, one in every}
+            inner["param_groups"] = [{"use_muon": bool(n), "params": [n]} for n in (0, 1)]
+
+        _edit(root, rank, change)
+    return {f"{name}|momentum_buffer": one for name, one in momentum.items()}
+
+
+@pytest.mark.parametrize("world_size", [1, 9])
+def test_momentum_of_muon_is_kept_in_every_form(world_size: int, tmp_path: Path) -> None:
+    momentum = _muon_run(tmp_path / "0", world_size)
+    before = raw_states(tmp_path / "0" / "global_step2") | momentum
+    for number, (stage, ranks) in enumerate([(1, 2), (3, 3), (2, 4)]):
+        found = _reshard(tmp_path / f"{number}", tmp_path / f"{number + 1}", stage, ranks)
+        after = raw_states(found.location.tag_dir)
+        assert before.keys() == after.keys()
+        assert not [state for state in before if not same(before[state], after[state])]
+    universal = ReshardOptions(format=ResumeFormat.UNIVERSAL)
+    run_export(zexport.plan_reshard(found, tmp_path / "universal", universal))
+    after = universal_states(tmp_path / "universal" / "global_step2")
+    assert not [state for state in momentum if not same(momentum[state], after[state])]
+
+
+def test_momentum_of_muon_fits_the_matrices_and_is_equal_on_all_ranks(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    _muon_run(root, 2)
+    _edit(root, 1, lambda inner: inner["state"][1]["momentum_buffer"][0].add_(1))
+    with pytest.raises(DamagedCheckpointError, match=r"tall \(momentum_buffer\) differ"):
+        _reshard(root, tmp_path / "out", 2, 3)
+    _edit(root, 1, lambda inner: inner["state"][1].update(momentum_buffer=torch.ones(7)))
+    with pytest.raises(DamagedCheckpointError, match=r"does not fit .* 28 bytes"):
+        _reshard(root, tmp_path / "out", 2, 3)
+    for rank in (0, 1):  # before the first step
+        _edit(root, rank, lambda inner: inner["state"].clear())
+    assert _reshard(root, tmp_path / "out", 2, 3).problems == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "run", "table"),
+    [
+        ("base_model.model.lora_A", Run(stage=1), None),
+        ("lora_A", Run(stage=1), {}),
+        ("lora_A", Run(stage=2, exclude_frozen=True), None),
+    ],
+)
+def test_loss_scale_clipping_and_possible_exclusion_of_frozen_weights_are_kept(
+    name: str, run: Run, table: object, tmp_path: Path
+) -> None:
+    """The Trainer excludes the base model of PEFT; ZeRO-1 does not record that."""
+    save(Model([{name: values((3,), 1)}]), run, tmp_path / "run")
+    _reshard(tmp_path / "run", tmp_path / "out", 2, 1)
+    (states,) = _files(tmp_path / "out", "*model_states.pt")
+    assert states["frozen_param_shapes"] == table
+    (states,) = _files(tmp_path / "out", "*optim_states.pt")
+    own = states["optimizer_state_dict"]
+    assert (own["loss_scaler"].cur_scale, own["clip_grad"]) == (128, 1)
 
 
 _ANYWHERE = st.tuples(st.integers(1, 3), st.integers(1, 9))

@@ -309,7 +309,8 @@ class ZeroStageEnum(int, Enum):
 
 
 class LossScaler:
-    pass
+    def __init__(self) -> None:
+        self.cur_scale = 128.0
 
 
 class DynamicLossScaler(LossScaler):

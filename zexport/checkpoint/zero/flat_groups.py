@@ -112,7 +112,7 @@ class FlatGroup:
     @cached_property
     def layout(self) -> tuple[dict[str, int], int]:
         """First element of each parameter, and the elements used: of every rank, or of all."""
-        recorded = self.there[0].paddings if self.there and not self.is_zero3 else ()
+        recorded = self.there[0].paddings
         paddings = recorded[self.number] if self.number < len(recorded) else ()
         if paddings and (len(paddings) != len(self.shapes) or min(paddings) < 0):
             raise LayoutError(
@@ -120,7 +120,7 @@ class FlatGroup:
                 list(paddings),
                 f"{len(self.shapes)} numbers, 0 or more",
             )
-        offsets, end, ranks = {}, 0, max(len(self.owners), 1)
+        offsets, end, ranks = {}, 0, len(self.owners)
         for (name, shape), padding in zip(self.shapes.items(), paddings or repeat(0), strict=False):
             offsets[name] = end
             end += partition_numel(prod(shape), ranks) if self.is_zero3 else prod(shape) + padding
@@ -326,7 +326,7 @@ def check_group(group: FlatGroup, model: ModelStates) -> None:
     """Compare a group's lengths, and what ranks record of their partitions, with the shapes."""
     if group.is_complete:
         group.whole(MASTER)
-        if not group.is_zero3 and not model.is_round_robin:
+        if not model.is_round_robin:
             group.check_fragments()
 
 
@@ -372,7 +372,7 @@ def with_untrained(ranks: Ranks, model: ModelStates, trained: Sequence[Parameter
         if not ref.numel and ref.dtype.is_floating:
             # No group has a parameter without elements, which a tensor-parallel rank has if there
             # are fewer heads than ranks (DeepSpeed 0.19, utils.py, is_optimized_parameter).
-            empty = Bound(trained[0].dtype if trained else DType.F32, Zeros(0))
+            empty = Bound(next((one.dtype for one in trained), DType.F32), Zeros(0))
             one = Parameter(name, ref.shape, Role.TRAINABLE, {MASTER: empty}, ref.dtype)
         parameters[name] = one
     copies = []
@@ -396,7 +396,6 @@ def with_untrained(ranks: Ranks, model: ModelStates, trained: Sequence[Parameter
         left_out=(*missing, *(name for name in rest if name not in parameters)),
         frozen=None if table is None else tuple(table),
         copies=tuple(copies),
-        files=ranks.files,
         states=model,
         optimizer=None
         if first is None
@@ -407,8 +406,8 @@ def with_untrained(ranks: Ranks, model: ModelStates, trained: Sequence[Parameter
 
 def listed_frozen(ranks: Ranks, model: ModelStates) -> Iterator[Parameter]:
     """Yield frozen weights of the table: whole (ZeRO-2), or in partitions (ZeRO-3)."""
-    world_size = ranks.world_size or 0
-    models = [ranks.model[rank] for rank in range(world_size) if rank in ranks.model]
+    count = ranks.world_size
+    models = [ranks.model[rank] for rank in range(count or 0) if rank in ranks.model]
     for name, shape in (model.frozen_shapes or {}).items():
         ref, module = model.frozen.get(name), model.module.get(name)
         if ref is None or not (ranks.is_zero3 or ref.shape == shape):
@@ -424,7 +423,7 @@ def listed_frozen(ranks: Ranks, model: ModelStates) -> Iterator[Parameter]:
         if not ranks.is_zero3:
             yield in_file(model.file, name, ref, Role.FROZEN)
             continue
-        numel, found = partition_numel(prod(shape), max(world_size, 1)), []
+        numel, found = partition_numel(prod(shape), count or 1), []
         for one in models:
             own = one.frozen.get(name)
             if own is None or (own.numel, own.dtype) != (numel, ref.dtype):
@@ -436,6 +435,5 @@ def listed_frozen(ranks: Ranks, model: ModelStates) -> Iterator[Parameter]:
                 )
             found.append(one.file.source(own))
         whole = Window(Chain(tuple(found)), 0, prod(shape) * ref.dtype.itemsize)
-        is_complete = world_size > 0 and len(found) == world_size
-        stored = Bound(ref.dtype, whole if is_complete else None)
+        stored = Bound(ref.dtype, whole if len(found) == count else None)
         yield Parameter(name, shape, Role.FROZEN, {MODULE: stored})
