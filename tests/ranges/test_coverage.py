@@ -7,7 +7,7 @@ from pathlib import Path
 from zlib import crc32
 
 from blake3 import blake3
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from zexport.ranges.coverage import Coverage, FileCoverage, Ranges
@@ -48,6 +48,7 @@ def _check(own: FileCoverage, records: list[Record]) -> set[int]:
     limit=st.integers(1, 999),
     again=st.sampled_from(["", "in digest", "not"]),
 )
+@example(records=[Record("data/0", 0, 10, crc32(_DATA[:10]))], reads=[(10, 5)], limit=1, again="")
 @settings(max_examples=50, deadline=None)
 def test_every_byte_is_counted_once_and_gaps_are_the_others(
     records: list[Record], reads: list[tuple[int, int]], limit: int, again: str
