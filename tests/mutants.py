@@ -53,7 +53,7 @@ TESTS = {
     "monitor/policy": "monitor/test_policy.py",
     **dict.fromkeys(["monitor/prune", "monitor/strip"], "monitor/test_prune.py"),
 }
-PROCESSES, HANGS_S, TESTS_S = 3, 30, 12.0
+PROCESSES, HANGS_S, TESTS_S = 3, 30, 20.0
 """When a test hangs, and how long the tests of one mutant may take."""
 
 ENDS = {b".": "hung", b"k": "killed", b"s": "survived", b"x": "not run"}
@@ -70,7 +70,8 @@ EQUIVALENT = {
 
 def _changes(node: Any, *, is_inside: bool = False) -> Iterator[tuple[Any, Any]]:
     """Yield nodes of functions and what each may become."""
-    called = cst.Module([]).code_for_node(node.func) if isinstance(node, cst.Call) else ""
+    code = cst.Module([]).code_for_node
+    called = code(node.func) if isinstance(node, cst.Call) else ""
     is_string = isinstance(node, cst.SimpleString)
     is_expression = isinstance(node, cst.Expr)
     if (
@@ -87,7 +88,7 @@ def _changes(node: Any, *, is_inside: bool = False) -> Iterator[tuple[Any, Any]]
                 yield from ((node, new) for new in islice(operator(node), 1 if is_string else None))
         if isinstance(node, cst.If | cst.CompIf):
             yield from ((node, new) for new in operator_if_exp(node))  # type: ignore[arg-type]
-        if is_expression or isinstance(node, cst.Raise):
+        if (is_expression and "super()" not in code(node)) or isinstance(node, cst.Raise):
             yield node, cst.Pass()
         for at, one in enumerate(node.args if called else ()):
             if one.keyword is not None and one.keyword.value != "strict":
