@@ -212,7 +212,7 @@ def test_replacement_that_is_killed_leaves_the_old_folder_or_the_new_one(job: Jo
     with watched(Calls()) as calls:
         job.run()
     found = set()
-    for at in range(calls.counts.total() - 24, calls.counts.total() + 1, 2):
+    for at in range(calls.counts.total() - 24, calls.counts.total() + 1):
         _older(job)
         ended(forked(job.run, killing(at)))
         there = job.out if job.out.exists() else job.out.with_name("out.replaced")
