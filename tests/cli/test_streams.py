@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
+import re
+import shutil
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -53,3 +59,35 @@ def test_result_that_cannot_be_written_exits_with_6(tmp_path: Path, words: str) 
     assert done.stderr.startswith("Error: cannot write the result to stdout: No space left")
     assert done.stderr.count("\n") == 1
     assert run(words, ">&- 2>&-", MODEL=tmp_path / "model").returncode == 0
+
+
+def test_terminal_shows_a_bar_and_then_lines_that_fit(tmp_path: Path) -> None:
+    shutil.copytree(ZERO3, tmp_path / "ckpt")
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 50, 0, 0))
+    words = ("-m", "zexport", "consolidate", "ckpt", "model", "--layout", "memory")
+    environment = {**os.environ, "TERM": "xterm-256color"}
+    for name in ("COLUMNS", "NO_COLOR"):
+        environment.pop(name, None)
+    shown = b""
+    with subprocess.Popen(
+        [sys.executable, *words],
+        cwd=tmp_path, env=environment, stdin=theirs, stdout=theirs, stderr=theirs,
+    ) as process:  # fmt: skip
+        os.close(theirs)
+        while more := _read(ours):
+            shown += more
+    os.close(ours)
+    bar, _, report = shown.decode().rpartition("\x1b[2K")
+    assert process.returncode == 0
+    assert re.search(r"Preparing.*Writing.*Verifying", bar, re.DOTALL)
+    assert report.startswith("\x1b[32m\x1b[1mExported to model")
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", report).splitlines()
+    assert max(map(len, lines)) <= 50 < len(report)
+
+
+def _read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 1 << 16)
+    except OSError:  # the other side is closed
+        return b""
