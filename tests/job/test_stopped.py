@@ -17,6 +17,7 @@ import pytest
 import zexport
 from tests.support.sparse_checkpoint import write_sparse_zero3
 from tests.support.stopping import SHARD_NBYTES, SHARDS, Job, files, flip, place_of
+from tests.torture.faults import Calls, watched
 from zexport import (
     DamagedCheckpointError,
     ExportDType,
@@ -174,6 +175,19 @@ def test_disk_that_returns_other_bytes_is_detected(job: Job) -> None:
 
     with pytest.raises(VerificationError, match="read back"):
         job.run(progress=spoil)
+    assert not job.left()
+
+
+def test_disk_that_returns_other_bytes_of_a_small_file_is_detected(job: Job) -> None:
+    spoiled, path = [False], job.partial / "README.md"
+
+    def spoil(*_: object) -> None:
+        if path.exists() and not spoiled[0]:
+            spoiled[0] = True
+            flip(path, -1)
+
+    with watched(Calls(spoil)), pytest.raises(VerificationError, match="read back"):
+        job.run()
     assert not job.left()
 
 
