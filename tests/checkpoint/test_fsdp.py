@@ -9,11 +9,15 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
-from torch import Size
+from torch import Size, distributed
+from torch.distributed._shard.sharded_tensor import Shard as LocalShard
+from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -23,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard as Strided
 
@@ -107,7 +112,7 @@ def test_replicas_are_compared_and_flattened_states_left_out(
     checkpoints: Path, tmp_path: Path
 ) -> None:
     state = opened(checkpoints / "hsdp_ranks" / "ckpt")
-    assert {one.name for one in state.replicas} == {*state.parameters}
+    assert {one.name for one in state.replicas} == {*state.parameters} - {"empty"}
     copies = {one.name for one in state_replicas([state.whole])}
     assert copies >= {"up.weight (exp_avg)", "embed.weight (exp_avg_sq)"}
     folder = shutil.copytree(checkpoints / "fsdp1_ranks" / "ckpt", tmp_path / "ckpt")
@@ -124,7 +129,7 @@ def _without(name: str) -> Callable[[Path], None]:
 
 
 def _swap_files(folder: Path) -> None:
-    one, other = (folder / f"model_world_size_4_rank_{rank}.pt" for rank in (1, 2))
+    one, other = sorted(folder.glob("*model*_rank*"))[1:3]
     kept = one.read_bytes()
     shutil.copyfile(other, one)
     other.write_bytes(kept)
@@ -164,9 +169,13 @@ def _flipped(folder: Path) -> None:
     path.write_bytes(data)
 
 
-def _three_of_accelerate(folder: Path) -> None:
+def _of_accelerate(folder: Path) -> None:
     for path in folder.glob("model_*"):
         path.rename(folder / f"pytorch_model_fsdp_rank{path.stem[-1]}.bin")
+
+
+def _three_of_accelerate(folder: Path) -> None:
+    _of_accelerate(folder)
     (folder / "pytorch_model_fsdp_rank3.bin").unlink()
 
 
@@ -177,7 +186,7 @@ def _described(what: str, **fields: object) -> Callable[[Path], None]:
         one = FileSystemReader(folder).read_metadata()
         weight, (place, *_) = one.state_dict_metadata["model.up.weight"], one.storage_data.values()
         known = {"weight": vars(weight), "place": vars(place), "places": one.storage_data}
-        known[what].update(fields)
+        (known | {"weights": one.state_dict_metadata})[what].update(fields)
         (folder / ".metadata").write_bytes(pickle.dumps(one))
 
     return damage
@@ -189,6 +198,7 @@ def _sharded(what: str, **fields: object) -> Callable[[Path], None]:
     def damage(folder: Path) -> None:
         for path in folder.glob("model_*"):
             state = torch.load(path, weights_only=False)
+            del state["counts"], state["flags"]  # which are not sharded
             own = vars(getattr(state["down.weight"], what))
             own.update(fields)
             for key in [key for key, value in fields.items() if value is None]:
@@ -210,24 +220,18 @@ _DAMAGES = [
     ("fsdp2_dcp", _metadata(b"__1_0", rb"..\_0"), X, "cannot be in its folder"),
     ("fsdp2_dcp", _metadata(b"float32", b"float64"), D, "description.*at byte"),
     ("fsdp2_dcp", _metadata(b"BytesStorageMetadata", b"EvilStorageMetadata!"), X, "Evil"),
+    ("fsdp2_dcp", _described("weight", dir=os.getcwd), X, "posix.getcwd"),
     ("fsdp2_dcp", lambda to: os.truncate(to / ".metadata", 129 << 20), U, "more than 128 MiB"),
+    ("fsdp2_dcp", _described("weights", w=7), D, "is not a TensorStorageMetadata"),
+    ("fsdp2_dcp", _described("place", offset="0"), D, "place of an entry is not made of whole"),
     ("fsdp2_dcp", _described("place", relative_path=7), D, "not text"),
     ("fsdp2_dcp", _described("place", relative_path="\ud800"), I, "lists is missing"),
-    (
-        "fsdp2_dcp",
-        _described("weight", chunks=[ChunkStorageMetadata(7, 7)]),
-        D,
-        "of a chunk is not",
-    ),
+    ("fsdp2_dcp", _described("weight", chunks=[ChunkStorageMetadata(7, 7)]), D, "of a chunk is"),
     ("fsdp2_dcp", _described("place", transform_descriptors=["zstd"]), U, "compressed"),
-    (
-        "fsdp2_dcp",
-        _described("places", a=_StorageInfo("__0_0.distcp", 0, 1)),
-        D,
-        "entry of another kind",
-    ),
+    ("fsdp2_dcp", _described("places", a=_StorageInfo("", 0, 1)), D, "entry of another kind"),
     ("fsdp2_dcp", _described("weight", chunks=["all"]), D, "another kind of item"),
     ("fsdp2_dcp", _described("weight", properties=Metadata({})), U, "dtype"),
+    ("fsdp2_dcp", _described("weight", properties=TensorProperties([])), U, "dtype"),
     ("fsdp2_ranks", _three_of_accelerate, I, "ranks 0-2"),
     ("fsdp2_ranks", lambda to: [torch.save({}, o) for o in to.glob("model_*")], I, "no weights"),
     ("fsdp2_ranks", _sharded("_spec", dir=os.getcwd), X, "posix.getcwd"),
@@ -235,6 +239,7 @@ _DAMAGES = [
     ("fsdp2_ranks", _sharded("_spec", placements=(Shard(2),)), D, "model.down.*dim 2"),
     ("fsdp2_ranks", _sharded("_spec", placements=(Strided(0, split_factor=0),)), D, "factor 0"),
     ("hsdp_ranks", _sharded("_spec", placements=(Strided(0, split_factor=3000),) * 2), D, "3000"),
+    ("fsdp2_ranks", _sharded("_spec", placements=(Strided(0, split_factor=4096),)), D, "describe"),
     ("fsdp2_ranks", _without("model_world_size_4_rank_3.pt"), I, "ranks 0-2"),
     ("fsdp2_ranks", _swap_files, D, "another rank"),
     ("fsdp1_ranks", _swap_files, D, "another rank"),
@@ -260,17 +265,25 @@ def test_damaged_checkpoint_is_rejected(case: _Damage, checkpoints: Path, tmp_pa
 
 _OLD = {"_flatten_mesh_list": (0, 1, 2, 3), "mesh": torch.arange(4).reshape(2, 2)}
 _OLD |= dict.fromkeys(("_layout", "_flatten_rank_map", "_rank"))
+_NO_RANK = _OLD | {"_flatten_mesh_list": ()}
+_PART = {"_flatten_rank_map": (0, 1), "_root_mesh": object.__new__(DeviceMesh)}
+vars(_PART["_root_mesh"])["_flatten_rank_map"] = (0, 1, 2, 3)
 
 
-@pytest.mark.parametrize("fields", [_OLD, {"_flatten_rank_map": ()}])
+@pytest.mark.parametrize("fields", [_OLD, {"_flatten_rank_map": ()}, _PART, _NO_RANK])
 def test_other_mesh_is_read(fields: dict[str, Any], checkpoints: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(checkpoints / "hsdp_ranks" / "ckpt", tmp_path / "ckpt")
     _sharded("device_mesh", **fields)(folder)
+    _of_accelerate(folder)
     truth = load_file(checkpoints / "hsdp_ranks" / "truth.safetensors")
-    assert differences(contents(opened(folder))[0], truth) == []
+    del truth["counts"], truth["flags"]
+    state = opened(folder)
+    assert differences(contents(state)[0], truth) == []
+    assert state.world_size == 4
     _swap_files(folder)
-    with pytest.raises(DamagedCheckpointError, match="another rank"):
-        opened(folder)
+    if fields is not _NO_RANK:
+        with pytest.raises(DamagedCheckpointError, match="another rank"):
+            opened(folder)
 
 
 def test_weight_with_two_boxes_in_a_file_is_drawn_once(checkpoints: Path, tmp_path: Path) -> None:
@@ -293,7 +306,6 @@ def test_metadata_of_a_thousand_ranks_opens_without_reading_their_files(tmp_path
     places: dict[MetadataIndex, _StorageInfo] = {}
     for name in names:
         chunks = [ChunkStorageMetadata(Size([n, 0]), Size([1, 8])) for n in range(ranks)]
-        chunks.insert(0, ChunkStorageMetadata(Size([ranks, 0]), Size([0, 8])))
         properties = TensorProperties(dtype=torch.bfloat16)
         tensors[name] = TensorStorageMetadata(properties, Size([ranks, 8]), chunks)
         for rank in range(ranks):
@@ -302,36 +314,90 @@ def test_metadata_of_a_thousand_ranks_opens_without_reading_their_files(tmp_path
     for rank in range(ranks):
         with (tmp_path / f"__{rank}_0.distcp").open("wb") as file:
             file.truncate(len(places) + 1000)
-    places[MetadataIndex("nothing")] = _StorageInfo("nothing", 0, 0)
-    (tmp_path / "nothing").touch()
-    metadata = Metadata(tensors, {}, places)
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata(tensors, {}, places)))
     assert [(one.name, one.shape) for one in opened(tmp_path).tensors] == [
         (name, (ranks, 8)) for name in names
     ]
     with pytest.raises(DamagedCheckpointError, match="no directory at its end"):
         zexport.consolidate(tmp_path, tmp_path / "out")
-    del places[MetadataIndex(names[0], Size([7, 0]))]
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
-    assert "leave gaps" in str(open_checkpoint(tmp_path).problems)
 
 
 def test_plain_rank_files_have_tied_and_nested_names(tmp_path: Path) -> None:
     name, one = "model_world_size_{}_rank_{}.pt", torch.ones(3)
     torch.save({"a": one, "b": one, "c": one[:0], "d": one[:0]}, tmp_path / name.format(1, 0))
     assert opened(tmp_path).aliases == {"b": "a"}
-    (tmp_path / name.format(1, 0)).unlink()
+    torch.save(other := {"z": one.to(torch.complex128)}, tmp_path / "optim_world_size_1_rank_0.pt")
+    assert opened(tmp_path).layout == "rank files"
+    torch.save(other, tmp_path / name.format(1, 0))
+    with pytest.raises(U, match="tensor 'z' is not supported"):
+        opened(tmp_path)
+    for path in tmp_path.iterdir():
+        path.unlink()
     for rank in range(2):
         torch.save({"model": {"w": torch.ones(2 + rank)}}, tmp_path / name.format(2, rank))
     with pytest.raises(DamagedCheckpointError, match=r"a box of 'model\.w' exceeds it"):
         opened(tmp_path)
+    for rank, path in enumerate(tmp_path.glob("model_*")):
+        torch.save({}, path.rename(tmp_path / f"pytorch_model_fsdp_rank{rank}.bin"))
+    assert open_checkpoint(tmp_path).world_size == 2
 
 
-@pytest.mark.parametrize("rows", [0, 2])
+def test_dcp_folder_with_rare_contents_is_read(tmp_path: Path) -> None:
+    one, name = torch.arange(6.0).reshape(3, 2), "n" * 255
+    dcp.save({"w": one}, checkpoint_id=tmp_path, no_dist=True)
+    metadata = FileSystemReader(tmp_path).read_metadata()
+    ((index, place),) = metadata.storage_data.items()
+    with ZipFile(tmp_path / place.relative_path) as old, ZipFile(tmp_path / name, "w") as new:
+        for record in sorted(old.namelist(), key=lambda one: "data/0" not in one):  # the data first
+            new.writestr(record, old.read(record))
+    places = {index: _StorageInfo(name, 0, (tmp_path / name).stat().st_size)}
+    places[MetadataIndex("nothing")] = _StorageInfo("nothing", 0, 0)
+    (tmp_path / "nothing").touch()
+    weight = metadata.state_dict_metadata["w"]
+    weight.chunks.append(ChunkStorageMetadata(Size([3, 0]), Size([0, 2])))  # without a place
+
+    def state() -> TrainingState:
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({"w": weight}, None, places)))
+        os.truncate(tmp_path / ".metadata", 128 << 20)  # the limit
+        return opened(tmp_path)
+
+    assert contents(state())[0]["w"].equal(one)
+    places[index] = _StorageInfo(name, 1, places[index].length - 1)  # after its first byte
+    with pytest.raises(D, match="differs from its description"):
+        contents(state())
+    del places[index]
+    with pytest.raises(D, match="leave gaps"):
+        state()
+
+
+def test_columns_of_a_sharded_tensor_are_read(tmp_path: Path) -> None:
+    one, name = torch.arange(6.0).reshape(3, 2), "{}_world_size_1_rank_0.pt"
+    columns = enumerate(one.split(1, dim=1))
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    cut = [LocalShard.from_tensor_and_offsets(own.clone(), [0, n], 0) for n, own in columns]
+    torch.save({"w": init_from_local_shards(cut, 3, 2)}, tmp_path / name.format("model"))
+    distributed.destroy_process_group()
+    states = {"state": {0: {"exp_avg": one}}, "param_groups": [{"params": [0]}]}
+    torch.save(states, tmp_path / name.format("optim"))
+    weights, kept = contents(opened(tmp_path))
+    assert (weights["w"].equal(one), kept) == (True, {})  # FSDP1 flattens states
+
+
 @pytest.mark.parametrize("config", ['{"vocab_size": 3}', '{"text_config": {"vocab_size": 3}}'])
-def test_shard_file_with_few_rows_is_rejected(rows: int, config: str, tmp_path: Path) -> None:
+def test_shard_file_with_few_rows_is_rejected(config: str, tmp_path: Path) -> None:
     info = {"DCP_SHARDING_INFO": '{"w": {"saved_offsets": [0, 0]}}'}
-    save_file({"w": torch.randn(rows, 5)}, tmp_path / _SHARD.format(1), info)
+    save_file({"w": torch.randn(3, 5)}, path := tmp_path / _SHARD.format(1), info)
+    assert "last rank's file may be missing" in str(opened(tmp_path).notes)
     (tmp_path / "config.json").write_text(config)
-    with pytest.raises(IncompleteCheckpointError, match=f"at most {rows} rows"):
+    assert opened(tmp_path).notes == ()
+    for rows in (0, 2):
+        save_file({"w": torch.randn(rows, 5)}, path, info)
+        with pytest.raises(IncompleteCheckpointError, match=f"at most {rows} rows"):
+            opened(tmp_path)
+    for info, words in (({}, "not a dictionary"), ({"DCP_SHARDING_INFO": "{"}, "not JSON")):
+        save_file({"w": torch.randn(3, 5)}, path, info)
+        with pytest.raises(D, match=f": DCP_SHARDING_INFO is {words}"):
+            opened(tmp_path)
+    path.rename(tmp_path / path.name.replace("of-00001", "of-00002"))
+    with pytest.raises(I, match="found parts 1, expected parts 1-2"):
         opened(tmp_path)

@@ -64,6 +64,7 @@ def _model() -> Any:
             self.head = nn.Linear(4, 11, bias=False)
             self.head.weight = self.embed.weight
             self.register_parameter("ä b", nn.Parameter(torch.randn(3)))
+            self.empty = nn.Parameter(torch.randn(0, 4), requires_grad=False)
             self.register_buffer("counts", torch.arange(3))
             self.register_buffer("flags", torch.tensor([True, False]))
 

@@ -234,7 +234,7 @@ def _chunk(runs: Runs, chunks: int, index: int) -> Runs:
     begin, found = index * length, []  # relative to the run
     for a, b in runs:
         first, last = a + max(begin, 0), min(a + begin + length, b)
-        if first < last:
+        if first <= last:
             found.append((first, last))
         begin -= b - a
     return tuple(found)
