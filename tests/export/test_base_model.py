@@ -167,7 +167,7 @@ def test_verify_asks_for_the_base_that_gave_the_names(tmp_path: Path) -> None:
     root = save(Model([dict(model.state_dict())]), WITH_FROZEN, tmp_path / "run")
     export(root, tmp_path / "out", "--base", tmp_path / "base")
     away = (tmp_path / "base").rename(tmp_path / "away")
-    with pytest.raises(UsageError, match=r"has the base model's names.*--base MODEL"):
+    with pytest.raises(UsageError, match=r"base model was not found.*--base MODEL"):
         verify(tmp_path / "out", "--against", root)
     verify(tmp_path / "out", "--against", root, "--base", away)
     model = llama()

@@ -86,7 +86,7 @@ def verify_export(
     is_missing = given["base"] is None and "base" in manifest.provenance
     if is_missing and planned != manifest.tensors.keys():
         raise UsageError(
-            "the export has the base model's names, and cannot be compared without it",
+            "the export has other tensor names, and its base model was not found",
             path=out_dir,
             hint=_HINT_BASE,
         )
