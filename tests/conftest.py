@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import fsdp_checkpoints
 from tests.support.checkpoints import Run, save, small_model
 from tests.support.published import check_all_printed
 from tests.support.warm_names import WarmNames
@@ -67,3 +68,9 @@ def zero2(tmp_path: Path) -> Path:
 def zero3(tmp_path: Path) -> Path:
     """A run of three ranks under ZeRO-3, so that nearly every parameter is padded."""
     return save(small_model(), Run(stage=3, world_size=3), tmp_path / "zero3")
+
+
+@pytest.fixture(scope="session")
+def fsdp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """FSDP checkpoints in every form, made once for all test processes."""
+    return fsdp_checkpoints.shared(tmp_path_factory)

@@ -45,16 +45,7 @@ from zexport.ranges.compare import Replica
 from zexport.ranges.dtypes import DType
 from zexport.ranges.reader import SourceReader
 
-_FORMS = (
-    *("fsdp1_dcp", "fsdp1_ranks", "fsdp2_dcp", "fsdp2_ranks", "fsdp2_safetensors"),
-    *("fsdp2_tp_dcp", "fsdp2_tp_ranks", "hsdp_ranks"),
-)
 pytestmark = pytest.mark.slow  # torch makes them on four ranks
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fsdp_checkpoints.shared(tmp_path_factory)
 
 
 def opened(folder: Path) -> TrainingState:
@@ -99,23 +90,21 @@ def _tensor(data: bytearray, dtype: DType, shape: tuple[int, ...]) -> torch.Tens
     return flat.reshape(shape)
 
 
-@pytest.mark.parametrize("form", _FORMS)
-def test_state_equals_live_training(form: str, checkpoints: Path) -> None:
-    weights, states = contents(opened(checkpoints / form / "ckpt"))
-    assert differences(weights, load_file(checkpoints / form / "truth.safetensors")) == []
-    live = load_file(checkpoints / form / "optim.safetensors")
+@pytest.mark.parametrize("form", fsdp_checkpoints.FORMS)
+def test_state_equals_live_training(form: str, fsdp: Path) -> None:
+    weights, states = contents(opened(fsdp / form / "ckpt"))
+    assert differences(weights, load_file(fsdp / form / "truth.safetensors")) == []
+    live = load_file(fsdp / form / "optim.safetensors")
     live = {name: one for name, one in live.items() if not name.endswith("|step")}
     assert differences(states, live) == []
 
 
-def test_replicas_are_compared_and_flattened_states_left_out(
-    checkpoints: Path, tmp_path: Path
-) -> None:
-    state = opened(checkpoints / "hsdp_ranks" / "ckpt")
+def test_replicas_are_compared_and_flattened_states_left_out(fsdp: Path, tmp_path: Path) -> None:
+    state = opened(fsdp / "hsdp_ranks" / "ckpt")
     assert {one.name for one in state.replicas} == {*state.parameters} - {"empty"}
     copies = {one.name for one in state_replicas([state.whole])}
     assert copies >= {"up.weight (exp_avg)", "embed.weight (exp_avg_sq)"}
-    folder = shutil.copytree(checkpoints / "fsdp1_ranks" / "ckpt", tmp_path / "ckpt")
+    folder = shutil.copytree(fsdp / "fsdp1_ranks" / "ckpt", tmp_path / "ckpt")
     pieces = {"state": {0: {"exp_avg": torch.ones(6)}}, "param_groups": [{"params": [0]}]}
     for path in folder.glob("optim_*"):
         torch.save(pieces, path)  # the first piece has the shape of a weight
@@ -254,9 +243,9 @@ _Damage = tuple[str, Callable[[Path], None], type[ZexportError], str]
 
 
 @pytest.mark.parametrize("case", _DAMAGES, ids=lambda case: f"{case[0]}: {case[3]}")
-def test_damaged_checkpoint_is_rejected(case: _Damage, checkpoints: Path, tmp_path: Path) -> None:
+def test_damaged_checkpoint_is_rejected(case: _Damage, fsdp: Path, tmp_path: Path) -> None:
     form, damage, kind, words = case
-    folder = shutil.copytree(checkpoints / form / "ckpt", tmp_path / "ckpt")
+    folder = shutil.copytree(fsdp / form / "ckpt", tmp_path / "ckpt")
     damage(folder)
     with pytest.raises(kind, match=words) as caught:
         contents(opened(folder))
@@ -271,11 +260,11 @@ vars(_PART["_root_mesh"])["_flatten_rank_map"] = (0, 1, 2, 3)
 
 
 @pytest.mark.parametrize("fields", [_OLD, {"_flatten_rank_map": ()}, _PART, _NO_RANK])
-def test_other_mesh_is_read(fields: dict[str, Any], checkpoints: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(checkpoints / "hsdp_ranks" / "ckpt", tmp_path / "ckpt")
+def test_other_mesh_is_read(fields: dict[str, Any], fsdp: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(fsdp / "hsdp_ranks" / "ckpt", tmp_path / "ckpt")
     _sharded("device_mesh", **fields)(folder)
     _of_accelerate(folder)
-    truth = load_file(checkpoints / "hsdp_ranks" / "truth.safetensors")
+    truth = load_file(fsdp / "hsdp_ranks" / "truth.safetensors")
     del truth["counts"], truth["flags"]
     state = opened(folder)
     assert differences(contents(state)[0], truth) == []
@@ -286,17 +275,15 @@ def test_other_mesh_is_read(fields: dict[str, Any], checkpoints: Path, tmp_path:
             opened(folder)
 
 
-def test_weight_with_two_boxes_in_a_file_is_drawn_once(checkpoints: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(checkpoints / "fsdp2_tp_ranks" / "ckpt", tmp_path / "ckpt")
+def test_weight_with_two_boxes_in_a_file_is_drawn_once(fsdp: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(fsdp / "fsdp2_tp_ranks" / "ckpt", tmp_path / "ckpt")
     _sharded("_spec", placements=(Strided(0, split_factor=2), Shard(1)))(folder)
     state = opened(folder)
     assert sum(one.nbytes for one in strips(state)) == sum(o.source.nbytes for o in state.tensors)
 
 
-def test_files_with_other_values_end_in_an_answer_or_an_error(
-    checkpoints: Path, tmp_path: Path
-) -> None:
-    figures = run_plain(target_of(checkpoints), tmp_path, seed=1, more=lambda number: number < 20)
+def test_files_with_other_values_end_in_an_answer_or_an_error(fsdp: Path, tmp_path: Path) -> None:
+    figures = run_plain(target_of(fsdp), tmp_path, seed=1, more=lambda number: number < 20)
     assert figures.accepted < figures.executions
 
 

@@ -14,7 +14,7 @@ import obstore
 import pytest
 
 import zexport
-from tests.support import cli, fsdp_checkpoints
+from tests.support import cli
 from tests.support.buckets import BUCKET, REFUSED, Answer, Fault, Request, Server
 from tests.support.checkpoints import Model, Run, save, values
 from tests.support.refusing import forget_listings, refused_at_every
@@ -86,11 +86,6 @@ def test_data_moves_once_in_few_large_requests(
     assert server.get(prefix)["model.safetensors"] == near
     blocks = [near[at : at + BLOCK] for at in range(0, len(near), BLOCK)]
     assert {one.sha256 for one in parts} == {sha256(block).hexdigest() for block in blocks}
-
-
-@pytest.fixture(scope="module")
-def fsdp(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fsdp_checkpoints.shared(tmp_path_factory)
 
 
 @pytest.mark.slow

@@ -24,6 +24,10 @@ WORLD = 4
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 FAMILIES = {"Llama": {"tie_word_embeddings": True}, "Mixtral": {"num_local_experts": 3}}
 FAMILIES |= {"Qwen3Moe": _EXPERTS}
+FORMS = (
+    *("fsdp1_dcp", "fsdp1_ranks", "fsdp2_dcp", "fsdp2_ranks", "fsdp2_safetensors"),
+    *("fsdp2_tp_dcp", "fsdp2_tp_ranks", "hsdp_ranks"),
+)
 
 
 def made(folder: Path, *kinds: str) -> Path:

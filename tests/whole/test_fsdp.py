@@ -23,16 +23,7 @@ from zexport import EventKind, ExportOptions, UnsupportedError, WatchOptions, wa
 ONCE = WatchOptions(once=True, interval_s=0.2)
 EXPORTED = EventKind.EXPORTED
 
-_FORMS = (
-    *("fsdp1_dcp", "fsdp1_ranks", "fsdp2_dcp", "fsdp2_ranks", "fsdp2_safetensors"),
-    *("fsdp2_tp_dcp", "fsdp2_tp_ranks", "hsdp_ranks"),
-)
 pytestmark = pytest.mark.slow  # torch makes them on several ranks
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fsdp_checkpoints.shared(tmp_path_factory)
 
 
 def written(out: Path) -> Tensors:
@@ -43,9 +34,9 @@ def written(out: Path) -> Tensors:
     return found | {alias: found[name] for alias, name in manifest_of(out)["tied"].items()}
 
 
-@pytest.mark.parametrize("form", _FORMS)
-def test_export_equals_live_training(form: str, checkpoints: Path, tmp_path: Path) -> None:
-    case = checkpoints / form
+@pytest.mark.parametrize("form", fsdp_checkpoints.FORMS)
+def test_export_equals_live_training(form: str, fsdp: Path, tmp_path: Path) -> None:
+    case = fsdp / form
     report = export(case / "ckpt", tmp_path / "out")
     truth = load_file(case / "truth.safetensors")
     assert differences(written(tmp_path / "out"), truth) == []
@@ -86,11 +77,11 @@ def test_weights_keep_their_own_dtypes(form: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", ["dcp", "ranks", "safetensors"])
 @pytest.mark.parametrize("family", fsdp_checkpoints.FAMILIES)
 def test_export_of_every_form_is_what_transformers_saves(
-    family: str, form: str, checkpoints: Path, tmp_path: Path
+    family: str, form: str, fsdp: Path, tmp_path: Path
 ) -> None:
     config = tiny_config(family, **fsdp_checkpoints.FAMILIES[family])
     tiny_model(f"{family}ForCausalLM", config).save_pretrained(tmp_path / "saved")
-    export(checkpoints / f"{family}_{form}" / "ckpt", tmp_path / "out")
+    export(fsdp / f"{family}_{form}" / "ckpt", tmp_path / "out")
     found, saved = (load_file(tmp_path / one / "model.safetensors") for one in ("out", "saved"))
     assert differences(found, saved) == []
     assert load(tmp_path / "out")[1] == {}
@@ -134,10 +125,10 @@ def test_run_of_verl_is_exported_with_its_config(tmp_path: Path) -> None:
     assert "found actor, critic" in str(events["global_step_10"].failure)
 
 
-def test_dcp_is_complete_once_its_metadata_is_written(checkpoints: Path, tmp_path: Path) -> None:
+def test_dcp_is_complete_once_its_metadata_is_written(fsdp: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     for step in (1, 2):
-        shutil.copytree(checkpoints / "fsdp2_dcp" / "ckpt", run / f"step-{step}")
+        shutil.copytree(fsdp / "fsdp2_dcp" / "ckpt", run / f"step-{step}")
     (run / "step-2" / ".metadata").unlink()
     for _ in watch(run, tmp_path / "outs", ONCE):
         pass
@@ -148,10 +139,8 @@ def test_dcp_is_complete_once_its_metadata_is_written(checkpoints: Path, tmp_pat
 
 
 @pytest.mark.parametrize("form", ["fsdp1_dcp", "fsdp2_dcp", "fsdp2_tp_dcp", "fsdp2_ranks"])
-def test_one_flipped_bit_in_any_chunk_is_noticed(
-    form: str, checkpoints: Path, tmp_path: Path
-) -> None:
-    folder = shutil.copytree(checkpoints / form / "ckpt", tmp_path / "ckpt")
+def test_one_flipped_bit_in_any_chunk_is_noticed(form: str, fsdp: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(fsdp / form / "ckpt", tmp_path / "ckpt")
     state = zexport.open_checkpoint(folder)
     read = [*_records(state)]
     assert len(read) > 8
@@ -180,8 +169,8 @@ def _records(state: Any) -> Iterator[tuple[Path, Any]]:
                 yield file.path, record
 
 
-def test_other_commands_refuse_fsdp_with_the_reason(checkpoints: Path, tmp_path: Path) -> None:
-    folder = checkpoints / "fsdp2_dcp" / "ckpt"
+def test_other_commands_refuse_fsdp_with_the_reason(fsdp: Path, tmp_path: Path) -> None:
+    folder = fsdp / "fsdp2_dcp" / "ckpt"
     export(folder, tmp_path / "out")
     with pytest.raises(UnsupportedError, match="torch reshards"):
         invoke("reshard", folder, tmp_path / "resharded", "--world-size", "2")
