@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.checkpoints import Run, save, small_model
 from tests.support.stopping import SHARD_NBYTES, SHARDS, Job, files, flip, four_shards
-from tests.torture.faults import Calls, ended, forked, killing, watched
+from tests.torture.faults import RENAMES, Calls, ended, forked, killing, watched
 from zexport import (
     CheckpointError,
     ExportDType,
@@ -258,3 +258,20 @@ def test_parts_without_locks_end_right_or_with_an_error(
             _published(job, 4, (1, 2, 3, 4))
         assert files(job.out) == whole
         shutil.rmtree(job.out)
+
+
+def test_journal_that_another_process_puts_back_is_removed(
+    job: Job, whole: dict[str, bytes]
+) -> None:
+    """Without locks, a process that begins may take the one that publishes for dead."""
+    aside, moved = job.partial.with_name("out.partial.journal"), list[Path]()
+
+    def put_back(name: str, _number: int) -> None:
+        if name in RENAMES and not moved and aside.exists():
+            moved.append(aside)
+            aside.rename(job.partial / ".zexport_journal")
+
+    with watched(Calls(put_back)):
+        job.run()
+    assert moved
+    assert files(job.out) == whole
