@@ -172,7 +172,7 @@ def test_interrupted_prune_continues(
     assert names == {"checkpoint-4", "pruned-checkpoint-2"}
 
 
-def test_work_of_a_killed_prune_is_not_a_save_of_the_run(
+def test_killed_prune_can_be_run_again_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = save(small_model(), Run(), tmp_path, "written") / "written"
